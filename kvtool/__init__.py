@@ -1,0 +1,36 @@
+"""kvtool: offline KV-trace analysis. The Python API says the same words as the command line.
+
+Everything is imported on first use: `import kvtool` itself loads neither torch nor zarr.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtool.capture import capture as capture
+    from kvtool.errors import KvtoolError as KvtoolError
+    from kvtool.replay import replay as replay
+    from kvtool.result import Result as Result
+    from kvtool.trace import open_trace as open_trace
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "KvtoolError": "kvtool.errors",
+    "Result": "kvtool.result",
+    "capture": "kvtool.capture",
+    "open_trace": "kvtool.trace",
+    "replay": "kvtool.replay",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'kvtool' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,58 @@
+"""Budget: how many tokens a KV head keeps, typed as a count or as the share that is evicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+
+from kvtool.errors import KvtoolError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Either a compression ratio c (share evicted, 0 <= c < 1) or a token count, never both.
+
+    The ratio is kept as the exact decimal that was typed: 0.8 of 100 keeps 20, which no
+    binary floating-point product gives reliably.
+    """
+
+    ratio: Fraction | None = None
+    tokens: int | None = None
+
+    @classmethod
+    def from_ratio(cls, ratio: str | float | Fraction) -> Budget:
+        """Raises KvtoolError (`usage`) unless 0 <= ratio < 1."""
+        try:
+            exact = ratio if isinstance(ratio, Fraction) else Fraction(Decimal(str(ratio).strip()))
+        except (InvalidOperation, ValueError, OverflowError):
+            raise KvtoolError("usage", f"ratio {ratio!r} is not a number", "a ratio looks like 0.75") from None
+        if not 0 <= exact < 1:
+            raise KvtoolError(
+                "usage",
+                f"ratio {ratio} is outside 0 <= ratio < 1",
+                "a ratio is the share of tokens evicted: 0.75 keeps a quarter",
+            )
+        return cls(ratio=exact)
+
+    @classmethod
+    def from_tokens(cls, tokens: int) -> Budget:
+        """Raises KvtoolError (`usage`) below 1."""
+        if tokens < 1:
+            raise KvtoolError("usage", f"budget {tokens} keeps no token", "a budget is at least 1 token per KV head")
+        return cls(tokens=int(tokens))
+
+    def resolve(self, candidates: int) -> int:
+        """Tokens to keep of `candidates`: N - floor(c·N), or min(N, tokens)."""
+        if self.ratio is not None:
+            return candidates - (self.ratio.numerator * candidates) // self.ratio.denominator
+        assert self.tokens is not None
+        return min(candidates, self.tokens)
+
+    @property
+    def ratio_number(self) -> float | None:
+        """The ratio as a JSON number, None where a count was asked for."""
+        return None if self.ratio is None else float(self.ratio)
+
+    def __str__(self) -> str:
+        return f"{float(self.ratio):g}" if self.ratio is not None else f"{self.tokens} tokens"

@@ -1,0 +1,36 @@
+"""The one exception that kvtool raises on purpose, and the stable codes it carries."""
+
+from __future__ import annotations
+
+CODES: dict[str, str] = {
+    "internal": "a fault of kvtool itself",
+    "interrupted": "stopped by Ctrl-C (exit code 130)",
+    "usage": "options that contradict each other or lie outside their range",
+    "file-missing": "a file or folder that was named does not exist or cannot be read",
+    "output-exists": "the output is already there and --force was not given",
+    "disk-full": "the disk (or a quota) ran out while writing",
+    "shape": "an array whose shape does not fit the others or the geometry",
+    "policy-unknown": "no policy of that name, or a file that does not hold the named class",
+    "policy-parameter": "a parameter the policy lacks, or a value of the wrong type or range",
+    "policy-broken": "a policy whose scores have the wrong shape or contain NaN",
+    "not-eviction": "a method that re-selects tokens for every query: nothing is evicted, so it cannot be replayed",
+    "trace-lacks": "the trace does not hold something the policy or metric needs",
+    "no-queries": "the sequence has no query at or after the event",
+}
+
+
+class KvtoolError(Exception):
+    """A fault of the input, said in one sentence.
+
+    Attributes:
+        code: stable, listed in `CODES` and in docs/errors.md.
+        hint: what to do about it, or None.
+    """
+
+    def __init__(self, code: str, message: str, hint: str | None = None) -> None:
+        if code not in CODES:
+            raise AssertionError(f"error code {code!r} is not in kvtool.errors.CODES")
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.hint = hint

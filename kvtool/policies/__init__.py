@@ -1,0 +1,6 @@
+"""Eviction policies: each scores the candidates of a causal view, higher is kept."""
+
+from kvtool.policies.policy import Policy, Protection
+from kvtool.policies.table import BUILT_IN, policy_from_text
+
+__all__ = ["BUILT_IN", "Policy", "Protection", "policy_from_text"]

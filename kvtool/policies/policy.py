@@ -1,0 +1,61 @@
+"""Policy: the base class of everything that decides which tokens stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from kvtool.errors import KvtoolError
+from kvtool.layer import Geometry
+from kvtool.view import View
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Tokens that cannot be evicted: rows 0..sinks-1 of the sequence and the newest `window` rows."""
+
+    sinks: int = 0
+    window: int = 0
+
+    def union(self, other: Protection) -> Protection:
+        return Protection(max(self.sinks, other.sinks), max(self.window, other.window))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A frozen dataclass whose fields are the policy's parameters.
+
+    Subclasses write `score`; stateful ones also `start` and `observe`. Keep no state on the
+    policy: it is a value of its own, so that sequences cannot leak into each other.
+
+    Class attributes:
+        oracle: reads the future through `view.future`; printed as such.
+        nested: the set kept at a smaller budget is part of the set kept at a larger one, because
+            one ranking decides all budgets. False where `protection` depends on the budget.
+        keeps_all: never evicts, whatever the budget (the control).
+        needs: what a trace must hold, of `prompt-queries` (all queries before the event),
+            `recent-queries` (those of the last steps), `rotation`, `future-rotation`.
+    """
+
+    oracle: ClassVar[bool] = False
+    nested: ClassVar[bool] = True
+    keeps_all: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def protection(self, budget: int) -> Protection:
+        """What the policy itself protects at a budget of `budget` tokens per KV head; joins by union."""
+        return Protection()
+
+    def start(self, geometry: Geometry) -> Any:
+        """The state before the first token of a sequence."""
+        return None
+
+    def observe(self, state: Any, view: View) -> Any:
+        """The state after the steps view.start..view.step-1. Called once per run of steps between events."""
+        return state
+
+    def score(self, state: Any, view: View) -> Tensor:
+        """[Hk, N] in view.dtype or wider, one score per candidate in `view.tokens`; higher is kept."""
+        raise KvtoolError("policy-broken", f"{type(self).__name__} defines no score")

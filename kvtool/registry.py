@@ -1,0 +1,156 @@
+"""Registry: names of policies and metrics, and how a command-line word becomes a configured object."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtool.errors import KvtoolError
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """`name:key=value,key=value`, split but not yet typed."""
+
+    name: str
+    parameters: Mapping[str, str]
+
+
+def split_spec(text: str) -> Spec:
+    """Parse `name:key=value,…` or `path/to/file.py:Class:key=value,…`. Values may hold colons."""
+    text = text.strip()
+    head, _, rest = text.partition(":")
+    if head.endswith(".py"):
+        cls, _, rest = rest.partition(":")
+        head = f"{head}:{cls}"
+    parameters: dict[str, str] = {}
+    for part in filter(None, (p.strip() for p in rest.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip():
+            raise KvtoolError("policy-parameter", f"{part!r} in {text!r} is not key=value")
+        if key.strip() in parameters:
+            raise KvtoolError("policy-parameter", f"{key.strip()} is given twice in {text!r}")
+        parameters[key.strip()] = value.strip()
+    return Spec(head.strip(), parameters)
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """A hint naming the nearest known words and all of them."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return (f"did you mean {near[0]}? " if near else "") + "known: " + ", ".join(known)
+
+
+def _typed(value: str, annotation: Any) -> Any:
+    """`value` as the dataclass field's type: bool, int, float, str, Literal, or one of those or None."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
+        choices = typing.get_args(annotation)
+        for choice in choices:
+            if value == str(choice):
+                return choice
+        raise ValueError("one of " + ", ".join(str(c) for c in choices))
+    if origin in (typing.Union, types.UnionType):
+        members = typing.get_args(annotation)
+        if value.lower() == "none" and type(None) in members:
+            return None
+        reasons = []
+        for member in members:
+            if member is type(None):
+                continue
+            try:
+                return _typed(value, member)
+            except ValueError as error:
+                reasons.append(str(error))
+        raise ValueError(" or ".join(reasons))
+    if annotation is bool:
+        words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+        if value.lower() not in words:
+            raise ValueError("true or false")
+        return words[value.lower()]
+    if annotation in (int, float):
+        try:
+            return annotation(value)
+        except ValueError:
+            raise ValueError("a whole number" if annotation is int else "a number") from None
+    return value
+
+
+def configure(cls: type, spec: Spec) -> Any:
+    """Build the dataclass `cls` from the words of `spec`.
+
+    Raises:
+        KvtoolError: code `policy-parameter`; a wrong key lists the right ones.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+    arguments = {}
+    for key, text in spec.parameters.items():
+        if key not in fields:
+            raise KvtoolError(
+                "policy-parameter",
+                f"{spec.name} has no parameter {key!r}",
+                did_you_mean(key, sorted(fields)) if fields else f"{spec.name} takes no parameters",
+            )
+        try:
+            arguments[key] = _typed(text, fields[key])
+        except ValueError as error:
+            raise KvtoolError("policy-parameter", f"{spec.name}: {key}={text} should be {error}") from None
+    try:
+        return cls(**arguments)
+    except ValueError as error:
+        raise KvtoolError("policy-parameter", f"{spec.name}: {error}") from None
+
+
+def load_class(spec_name: str, table: Mapping[str, str], noun: str) -> type:
+    """The class behind a built-in name (`module:Class` in `table`) or behind `file.py:Class`.
+
+    Raises:
+        KvtoolError: code `policy-unknown`.
+    """
+    head, _, class_name = spec_name.partition(":")
+    if head.endswith(".py"):
+        return _from_file(Path(head), class_name, noun)
+    if spec_name not in table:
+        raise KvtoolError("policy-unknown", f"there is no {noun} {spec_name!r}", did_you_mean(spec_name, sorted(table)))
+    module, _, attribute = table[spec_name].partition(":")
+    found: type = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def _from_file(path: Path, class_name: str, noun: str) -> type:
+    if not class_name:
+        raise KvtoolError("policy-unknown", f"{path} needs a class behind it", f"write {path}:ClassName")
+    if not path.is_file():
+        raise KvtoolError("file-missing", f"{path} does not exist")
+    module_spec = importlib.util.spec_from_file_location(f"kvtool_file_{path.stem}", path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses look their module up there
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise KvtoolError("policy-unknown", f"{path} failed to load: {type(error).__name__}: {error}") from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
+        raise KvtoolError("policy-unknown", f"{path} holds no {noun} dataclass {class_name!r}")
+    return found
+
+
+def spell(name: str, value: Any) -> str:
+    """The shortest spec that `configure` turns back into `value`: defaults are left out."""
+    changed = []
+    for f in dataclasses.fields(value):
+        if not f.init:
+            continue
+        current = getattr(value, f.name)
+        if f.default is dataclasses.MISSING or current != f.default:
+            changed.append(f"{f.name}={str(current).lower() if isinstance(current, bool) else current}")
+    return name + (":" + ",".join(changed) if changed else "")

@@ -1,0 +1,149 @@
+"""View: what a policy may see at an event. It ends there: nothing at or after `step` is in reach."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtool.errors import KvtoolError
+from kvtool.layer import Geometry, Layer
+from kvtool.rotation import Rotation
+
+
+@dataclass(frozen=True, eq=False)
+class Future:
+    """What only an oracle sees: the whole layer and the steps that will be evaluated."""
+
+    layer: Layer
+    steps: Tensor  # [F] int64, every one >= the event, each with a stored query
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """The causal view of one layer just before query `step`.
+
+    The same class serves `Policy.observe` and `Policy.score`. For `score`, `tokens` are the
+    candidates of the event. For `observe`, they are all tokens that were live at some step of
+    start..step-1, and `evict_step` says which of those steps saw them.
+
+    Attributes:
+        layer: the layer; private to the view, read it through the view's own members.
+        step: e, the event: queries and tokens of rows < e are visible.
+        tokens: [Hk, N] int64 row indices, ascending in each KV head.
+        start: first step not yet observed.
+        evict_step: [Hk, N] int64, step at which the token left (T = never).
+        steps_ahead: evaluated steps, present only for oracles.
+    """
+
+    _layer: Layer
+    step: int
+    tokens: Tensor
+    start: int
+    evict_step: Tensor
+    steps_ahead: Tensor | None = None
+
+    @classmethod
+    def at(cls, layer: Layer, step: int, steps_ahead: Tensor | None = None) -> View:
+        """The view of an untouched cache before query `step`: every visible token is a candidate."""
+        first = int(layer.geometry.first_visible(torch.tensor(step)))
+        tokens = torch.arange(first, step).expand(layer.geometry.kv_heads, -1)
+        return cls(layer, step, tokens, step, torch.full_like(tokens, layer.tokens), steps_ahead)
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._layer.geometry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32 or float64: what scores are computed in."""
+        return self._layer.dtype
+
+    def _rows(self, array: Tensor) -> Tensor:
+        """`array` [Hk, T, D] at `tokens`; a slice where the tokens are one run, the usual case."""
+        if self.tokens.shape[1] == 0:
+            return array[:, :0]
+        first, last = int(self.tokens[0, 0]), int(self.tokens[0, -1])
+        run = torch.arange(first, last + 1)
+        if run.numel() == self.tokens.shape[1] and bool((self.tokens == run).all()):
+            return array[:, first : last + 1]
+        return torch.gather(array, 1, self.tokens[:, :, None].expand(-1, -1, array.shape[2]))
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[Hk, N, D], as cached (rotated)."""
+        return self._rows(self._layer.keys)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[Hk, N, Dv]."""
+        return self._rows(self._layer.values)
+
+    def positions(self, rows: Tensor) -> Tensor:
+        """Rotary positions of `rows` (any shape), all before the event."""
+        self._refuse_future(int(rows.max()) + 1 if rows.numel() else 0)
+        return self._layer.positions[rows]
+
+    def next_positions(self, count: int) -> Tensor:
+        """[count] positions that follow the newest token, as the model would number them."""
+        return self._layer.positions[self.step - 1] + 1 + torch.arange(count)
+
+    def queries(self, start: int, stop: int) -> Tensor:
+        """[H, stop - start, D], rotated queries of steps start..stop-1.
+
+        Raises:
+            KvtoolError: code `trace-lacks` when some were not captured.
+        """
+        self._refuse_future(stop)
+        return self._layer.queries[:, self._layer.query_rows(start, stop)]
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """The layer's rotation, None for a layer without one.
+
+        Raises:
+            KvtoolError: code `trace-lacks` where the trace does not say.
+        """
+        rotation = self.geometry.rotation
+        if rotation is None:
+            raise KvtoolError(
+                "trace-lacks",
+                f"layer {self.geometry.layer} does not say how its queries were rotated",
+                "capture with kvtool, or give `rotation` in the dump's metadata",
+            )
+        return rotation if isinstance(rotation, Rotation) else None
+
+    def unrotated_queries(self, start: int, stop: int) -> Tensor:
+        """[H, stop - start, D], queries before the rotary embedding (after any QK-norm)."""
+        queries, rotation = self.queries(start, stop), self.rotation
+        if rotation is None:
+            return queries
+        rows = torch.arange(start, stop)
+        return rotation.unrotate(queries, self._layer.positions[rows], rows)
+
+    def stream(self, seed: int, head: int) -> np.random.Generator:
+        """The random stream of (seed, prompt, layer, head, event): the same in any order of work."""
+        key = f"{seed}/{self._layer.prompt_digest}/{self.geometry.layer}/{head}/{self.step}"
+        words = np.frombuffer(hashlib.sha256(key.encode()).digest(), dtype="<u4")
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words.tolist())))
+
+    @property
+    def future(self) -> Future:
+        """The future, for policies that declare `oracle = True`."""
+        if self.steps_ahead is None:
+            raise KvtoolError(
+                "policy-broken",
+                "the policy reads the future but does not declare oracle = True",
+            )
+        return Future(self._layer, self.steps_ahead)
+
+    def _refuse_future(self, stop: int) -> None:
+        if stop > self.step:
+            raise KvtoolError(
+                "policy-broken",
+                f"the policy asked for row {stop - 1} at an event before row {self.step}: a view ends at its event",
+            )
