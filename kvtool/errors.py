@@ -14,6 +14,13 @@ CODES: dict[str, str] = {
     "policy-parameter": "a parameter the policy lacks, or a value of the wrong type or range",
     "policy-broken": "a policy whose scores have the wrong shape or contain NaN",
     "not-eviction": "a method that re-selects tokens for every query: nothing is evicted, so it cannot be replayed",
+    "model-missing": "a model that is not there: wrong path, not installed, or a download without --online",
+    "model-unsafe": "a model that would run code on loading: its own modules, or pickled weights",
+    "model-load": "a model or tokenizer that cannot be loaded: damaged, incomplete, or of an unknown architecture",
+    "model-unsupported": "a model whose attention cannot be recorded, or whose mask or bias kvtool cannot represent",
+    "prompt": "a prompt or text that is empty, too short, too long, or not readable as what it should be",
+    "memory": "more memory than --max-memory allows",
+    "overflow": "a value that the stored dtype cannot hold",
     "trace-lacks": "the trace does not hold something the policy or metric needs",
     "no-queries": "the sequence has no query at or after the event",
 }

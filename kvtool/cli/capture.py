@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
 
     from kvtool.capture.run import Outcome
 
