@@ -1,0 +1,72 @@
+"""`kvtool replay`: replay policies on a trace and print which keeps attention's output best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    trace: Annotated[Path, typer.Argument(help="A trace written by kvtool capture or kvtool import.")],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("-p", "--policy", help="name:key=value,… or file.py:Class; repeatable; 'all' is every built-in."),
+    ] = None,
+    ratio: Annotated[
+        list[str] | None, typer.Option("-r", "--ratio", help="Share of tokens evicted, e.g. 0.5,0.9. Default 0.5,0.75,0.9.")
+    ] = None,
+    budget: Annotated[
+        list[str] | None, typer.Option("-b", "--budget", help="Tokens kept per KV head, instead of a ratio, e.g. 128,256.")
+    ] = None,
+    evict_at: Annotated[int | None, typer.Option(help="Step of the event. Default: the end of the prompt.")] = None,
+    sinks: Annotated[int, typer.Option(help="First tokens that no policy may evict.")] = 4,
+    window: Annotated[int, typer.Option(help="Newest tokens that no policy may evict.")] = 32,
+    layers: Annotated[str | None, typer.Option(help="Layers to replay, e.g. 0,4-7. Default: all captured.")] = None,
+    sequences: Annotated[str | None, typer.Option(help="Sequences to replay, e.g. 0,2-3. Default: all.")] = None,
+    evaluate: Annotated[
+        str, typer.Option(help="live: queries see what is left and all new tokens; pool: the candidates only.")
+    ] = "live",
+    precision: Annotated[str, typer.Option(help="float32 or float64 arithmetic.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto or cpu: the plain torch reference.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for Parquet tables; resumes there.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a finished result in the output folder.")] = False,
+) -> None:
+    """Replay eviction policies on a trace. The controls full and random always run."""
+    from kvtool.cli.console import answer, hint, json_answer, progress_on_terminal, use_threads
+    from kvtool.cli.numbers import id_list, number_list
+    from kvtool.replay import replay
+    from kvtool.report.terminal import replay_table
+
+    use_threads(threads)
+    with progress_on_terminal("replay") as progress:
+        result = replay(
+            trace,
+            policies=policy or ["all"],
+            ratios=number_list(ratio),
+            budgets=number_list(budget, whole=True),
+            evict_at=evict_at,
+            sinks=sinks,
+            window=window,
+            layers=id_list(layers, "--layers"),
+            sequences=id_list(sequences, "--sequences"),
+            evaluate=evaluate,
+            precision=precision,
+            device=device,
+            output=output,
+            force=force,
+            progress=progress,
+        )
+    if as_json:
+        json_answer(result.document())
+    else:
+        answer(*replay_table(result))
+    for warning in result.warnings:
+        hint("warning", warning)
+    if output is None:
+        hint("next", f"kvtool replay {trace} … -o results/ keeps tables per layer and head")
+    else:
+        hint("next", f"kvtool inspect {trace} says which policies and metrics this trace can serve")

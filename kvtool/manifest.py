@@ -1,0 +1,49 @@
+"""Manifest: what someone else needs to produce the very same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import platform
+import sys
+from typing import Any
+
+
+def canonical_json(value: Any) -> str:
+    """One spelling per value: sorted keys, no blanks, no NaN. Digests are taken of this."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of the canonical JSON of `value`."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Installed versions of python, kvtool and `packages`; None where one is absent."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("kvtool", *packages):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Versions, platform and command line of this process."""
+    import torch
+
+    return {
+        "versions": versions("torch", "numpy", *packages),
+        "platform": f"{platform.system()}-{platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "argv": list(sys.argv),
+    }
+
+
+def parameters(value: Any) -> dict[str, Any]:
+    """Every field of a policy or metric dataclass, defaults included."""
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}

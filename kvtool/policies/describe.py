@@ -1,0 +1,47 @@
+"""What each policy says of itself, for `kvtool policies` and the documentation's tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from typing import Any
+
+from kvtool.policies.policy import Policy
+from kvtool.policies.table import BUILT_IN
+from kvtool.registry import load_class, split_spec
+
+
+def _spell(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return " | ".join(str(choice) for choice in typing.get_args(annotation))
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+
+
+def describe_policies(names: list[str] | None = None) -> list[dict[str, Any]]:
+    """Name, idea, documentation, traits and parameters of the named policies, or of all built-in ones.
+
+    Raises:
+        KvtoolError: `policy-unknown`.
+    """
+    described = []
+    for name in names or BUILT_IN:
+        spec = split_spec(name)
+        cls: type[Policy] = load_class(spec.name, BUILT_IN, "policy")
+        text = inspect.cleandoc(cls.__doc__ or "")
+        hints = typing.get_type_hints(cls)
+        described.append(
+            {
+                "name": spec.name,
+                "idea": text.split("\n\n")[0].replace("\n", " "),
+                "text": text,
+                "oracle": cls.oracle,
+                "needs": list(cls.needs),
+                "parameters": [
+                    {"name": f.name, "type": _spell(hints[f.name]), "default": f.default}
+                    for f in dataclasses.fields(cls)
+                    if f.init
+                ],
+            }
+        )
+    return described

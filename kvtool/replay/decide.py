@@ -1,0 +1,110 @@
+"""Decide: from a policy's scores to the retained set, for every budget at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvtool.allocator import Allocator, Uniform
+from kvtool.budget import Budget
+from kvtool.errors import KvtoolError
+from kvtool.layer import Layer
+from kvtool.policies import Policy, Protection
+from kvtool.retained import Event, RetainedSet
+from kvtool.selection import order, take
+from kvtool.view import View
+
+
+def decide(
+    layer: Layer,
+    label: str,
+    policy: Policy,
+    budgets: list[Budget],
+    step: int,
+    protection: Protection,
+    steps_ahead: Tensor,
+    allocator: Allocator | None = None,
+) -> list[RetainedSet]:
+    """Run one event before query `step` on an untouched cache.
+
+    Args:
+        layer: whose keys, values and earlier queries are scored.
+        steps_ahead: [F] int64 evaluated steps, shown to oracles only.
+
+    Returns:
+        One retained set per budget, in order. Tokens outside the layer's window stay untouched.
+
+    Raises:
+        KvtoolError: `policy-broken` for scores of the wrong shape or NaN.
+    """
+    allocator = allocator or Uniform()
+    geometry = layer.geometry
+    view = View.at(layer, step, steps_ahead if policy.oracle else None)
+    count = view.tokens.shape[1]
+    kept_all = RetainedSet.keep_all(geometry.kv_heads, layer.tokens)
+    if policy.keeps_all:
+        return [_untouched(kept_all, view, protection) for _ in budgets]
+    scores = score(layer, label, policy, view)
+    decided = []
+    for budget in budgets:
+        allowed = allocator.allocate(budget, count, geometry.kv_heads)
+        shield = protection.union(policy.protection(allowed[0]))
+        ranking = order(scores, view.tokens, sinks=shield.sinks, window=shield.window, step=step)
+        selection = take(ranking, allowed)
+        evict_step = kept_all.evict_step.clone()
+        evict_step.scatter_(1, view.tokens, torch.where(selection.keep, layer.tokens, step).to(torch.int32))
+        event = Event(
+            step=step,
+            candidates=view.tokens,
+            budget=torch.tensor(allowed),
+            achieved=selection.achieved,
+            ties=selection.ties,
+            margin=selection.margin,
+            sinks=shield.sinks,
+            window=shield.window,
+            overfull=selection.overfull,
+            ranking=ranking.rank if policy.nested else None,
+        )
+        decided.append(RetainedSet(evict_step, [event]))
+    return decided
+
+
+def score(layer: Layer, label: str, policy: Policy, view: View) -> Tensor:
+    """[Hk, N] checked scores of `policy` at `view`, its state built up from the start of the sequence."""
+    geometry = layer.geometry
+    state = policy.start(geometry)
+    rows = torch.arange(view.step).expand(geometry.kv_heads, -1)
+    past = View(layer, view.step, rows, 0, torch.full_like(rows, layer.tokens), view.steps_ahead)
+    state = policy.observe(state, past)
+    scores = policy.score(state, view)
+    if not isinstance(scores, Tensor) or scores.shape != view.tokens.shape or not scores.is_floating_point():
+        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise KvtoolError(
+            "policy-broken",
+            f"{label} gave scores {shape} at layer {geometry.layer}, expected floats {list(view.tokens.shape)}",
+        )
+    bad = scores.isnan()
+    if bool(bad.any()):
+        head, place = (int(i) for i in bad.nonzero()[0])
+        raise KvtoolError(
+            "policy-broken",
+            f"{label} gave NaN at layer {geometry.layer}, KV head {head}, step {view.step}, "
+            f"token {int(view.tokens[head, place])}",
+            "scores must be numbers; -inf says evict first",
+        )
+    return scores
+
+
+def _untouched(retained: RetainedSet, view: View, protection: Protection) -> RetainedSet:
+    heads, count = view.tokens.shape
+    event = Event(
+        step=view.step,
+        candidates=view.tokens,
+        budget=torch.full((heads,), count),
+        achieved=torch.full((heads,), count),
+        ties=torch.zeros(heads, dtype=torch.int64),
+        margin=torch.full((heads,), float("nan"), dtype=torch.float64),
+        sinks=protection.sinks,
+        window=protection.window,
+    )
+    return RetainedSet(retained.evict_step, [event])

@@ -1,0 +1,130 @@
+"""Plan: the checked answer to "replay what, how", made before any array is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Literal
+
+import torch
+
+from kvtool.budget import Budget
+from kvtool.errors import KvtoolError
+from kvtool.manifest import parameters
+from kvtool.policies import BUILT_IN, Policy, Protection, policy_from_text
+from kvtool.registry import did_you_mean, spell
+from kvtool.schedule import PromptEnd
+
+Evaluate = Literal["live", "pool"]
+CONTROLS = ("full", "random")
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One (policy with parameters, budget): a line of the answer.
+
+    Attributes:
+        label: the policy as the user may type it again, defaults left out.
+    """
+
+    label: str
+    policy: Policy
+    budget: Budget
+
+    def key(self, plan: Plan) -> dict[str, Any]:
+        """The key columns that every entry of this cell carries."""
+        return {
+            "policy": self.label,
+            "ratio": self.budget.ratio_number,
+            "budget": self.budget.tokens,
+            "schedule": str(plan.schedule),
+            "evaluate": plan.evaluate,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one replay does.
+
+    Attributes:
+        policies: (label, policy), each once, controls included.
+        budgets: each once, in the order asked.
+        protection: the run's own sinks and window, the same for every policy.
+    """
+
+    policies: list[tuple[str, Policy]]
+    budgets: list[Budget]
+    schedule: PromptEnd = field(default_factory=PromptEnd)
+    protection: Protection = field(default_factory=lambda: Protection(4, 32))
+    evaluate: Evaluate = "live"
+    precision: str = "float32"
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [Cell(label, policy, budget) for label, policy in self.policies for budget in self.budgets]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that decides the numbers, defaults included, for manifest and keys."""
+        return {
+            "policies": [
+                {"label": label, "class": type(policy).__qualname__, "oracle": policy.oracle, **parameters(policy)}
+                for label, policy in self.policies
+            ],
+            "budgets": [{"ratio": str(b.ratio) if b.ratio is not None else None, "tokens": b.tokens} for b in self.budgets],
+            "schedule": str(self.schedule),
+            "sinks": self.protection.sinks,
+            "window": self.protection.window,
+            "evaluate": self.evaluate,
+            "precision": self.precision,
+            "loop": "open: queries come from the full-cache run; errors do not reach later layers or steps",
+        }
+
+
+def make_plan(
+    policies: Many[str],
+    *,
+    ratios: Many[str | float | Fraction] = (),
+    budgets: Many[int] = (),
+    evict_at: int | None = None,
+    sinks: int = 4,
+    window: int = 32,
+    evaluate: str = "live",
+    precision: str = "float32",
+    controls: bool = True,
+) -> Plan:
+    """Check every choice and add the controls `full` and `random`.
+
+    Raises:
+        KvtoolError: `usage`, `policy-unknown` or `policy-parameter`.
+    """
+    if ratios and budgets:
+        raise KvtoolError("usage", "--ratio and --budget were both given", "give one: a share evicted, or tokens kept")
+    if sinks < 0 or window < 0:
+        raise KvtoolError("usage", f"--sinks {sinks} --window {window}: protection cannot be negative")
+    if evaluate not in ("live", "pool"):
+        raise KvtoolError("usage", f"--evaluate {evaluate} is unknown", did_you_mean(evaluate, ["live", "pool"]))
+    if precision not in DTYPES:
+        raise KvtoolError("usage", f"--precision {precision} is unknown", did_you_mean(precision, list(DTYPES)))
+    sizes = [Budget.from_ratio(r) for r in ratios] or [Budget.from_tokens(b) for b in budgets]
+    sizes = sizes or [Budget.from_ratio(r) for r in ("0.5", "0.75", "0.9")]
+    words: list[str] = []
+    for word in policies:
+        words.extend(BUILT_IN if word == "all" else [word])
+    chosen: dict[str, Policy] = {}
+    for word in [*words, *(CONTROLS if controls else ())]:
+        name, policy = policy_from_text(word)
+        chosen.setdefault(spell(name, policy), policy)
+    return Plan(
+        policies=list(chosen.items()),
+        budgets=list(dict.fromkeys(sizes)),
+        schedule=PromptEnd(evict_at),
+        protection=Protection(sinks, window),
+        evaluate=evaluate,  # type: ignore[arg-type]
+        precision=precision,
+    )

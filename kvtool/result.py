@@ -1,0 +1,190 @@
+"""Result: tidy Arrow tables plus a manifest, the one input of every table, diff, check and report."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kvtool.errors import KvtoolError
+
+SCHEMA = "kvtool.replay/1"
+TABLES = ("cells", "layers", "rows", "ages", "evict_steps")
+
+# The columns that name an entry. They come first in every table, in this order.
+KEY = {
+    "sequence": pa.int32(),
+    "policy": pa.string(),
+    "ratio": pa.float64(),
+    "budget": pa.int32(),
+    "achieved": pa.float64(),
+    "schedule": pa.string(),
+    "evaluate": pa.string(),
+    "event": pa.int32(),
+}
+PLACE = {
+    "cells": {},
+    "layers": {"layer": pa.int32()},
+    "rows": {"layer": pa.int32(), "kv_head": pa.int32(), "q_head": pa.int32()},
+    "ages": {"layer": pa.int32(), "kv_head": pa.int32()},
+    "evict_steps": {"layer": pa.int32(), "kv_head": pa.int32()},
+}
+COUNTS = {"candidates", "ties", "undefined_steps"}
+
+
+def _plain(value: Any) -> Any:
+    """`value` without NaN and infinities (null in every output) and without float spellings of whole counts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def table_of(name: str, entries: Iterable[Mapping[str, Any]]) -> pa.Table:
+    """Entries as the Arrow table `name`: key and place columns typed, the others as their values say."""
+    entries = [_plain(entry) for entry in entries]
+    fixed = {**KEY, **PLACE[name]}
+    others = list(dict.fromkeys(key for entry in entries for key in entry if key not in fixed))
+    columns: dict[str, pa.Array] = {
+        key: pa.array([entry.get(key) for entry in entries], type=kind) for key, kind in fixed.items()
+    }
+    for key in others:
+        values = [entry.get(key) for entry in entries]
+        kind = None
+        if key in COUNTS:
+            kind = pa.int64()
+        elif key == "evict_step":
+            kind = pa.list_(pa.int32())
+        elif all(v is None or isinstance(v, float) for v in values):
+            kind = pa.float64()
+        columns[key] = pa.array(values, type=kind)
+    return pa.table(columns)
+
+
+@dataclass
+class Result:
+    """What a replay found.
+
+    Attributes:
+        manifest: everything needed to run it again.
+        tables: `cells`, `layers`, `rows`, `ages` and `evict_steps` as Arrow tables.
+        warnings: sentences the user should read.
+    """
+
+    manifest: dict[str, Any]
+    tables: dict[str, pa.Table]
+    warnings: list[str] = field(default_factory=list)
+
+    def entries(self, name: str) -> list[dict[str, Any]]:
+        """The table `name` as dictionaries; whole numbers in `achieved` come as integers."""
+        found: list[dict[str, Any]] = self.tables[name].to_pylist()
+        for entry in found:
+            achieved = entry.get("achieved")
+            if isinstance(achieved, float) and achieved.is_integer():
+                entry["achieved"] = int(achieved)
+        return found
+
+    def document(self) -> dict[str, Any]:
+        """The one JSON document that `--json` prints (everything but the evict_step arrays)."""
+        return {
+            "schema": SCHEMA,
+            "manifest": self.manifest,
+            **{name: self.entries(name) for name in ("cells", "layers", "rows", "ages")},
+            "warnings": self.warnings,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the tables as Parquet and, last, manifest.json: a folder without it is unfinished.
+
+        Raises:
+            KvtoolError: code `disk-full`.
+        """
+        folder = Path(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, table in self.tables.items():
+                write_parquet(table, folder / f"{name}.parquet")
+            document = {"schema": SCHEMA, "manifest": self.manifest, "warnings": self.warnings}
+            write_atomically(folder / "manifest.json", json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
+        except OSError as error:
+            raise unwritable(folder, error) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Result:
+        """Read a folder that `save` wrote.
+
+        Raises:
+            KvtoolError: `file-missing` for no or an unfinished result.
+        """
+        folder = Path(path)
+        manifest = folder / "manifest.json"
+        if not manifest.is_file():
+            raise KvtoolError(
+                "file-missing",
+                f"{folder} holds no finished result (no manifest.json)",
+                "run the same kvtool replay again: it resumes where it stopped" if folder.is_dir() else None,
+            )
+        try:
+            document = json.loads(manifest.read_text())
+            if document["schema"] != SCHEMA:
+                raise KvtoolError("file-missing", f"{folder} is a {document['schema']}, expected {SCHEMA}")
+            tables = {name: pq.read_table(folder / f"{name}.parquet") for name in TABLES}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise KvtoolError("file-missing", f"{folder} cannot be read as a result: {error}") from error
+        return cls(document["manifest"], tables, document["warnings"])
+
+
+def unwritable(path: Path, error: OSError) -> KvtoolError:
+    """`error` while writing below `path`, in one sentence."""
+    return KvtoolError("disk-full", f"cannot write {path}: {error.strerror or error}", "free some space, or write elsewhere")
+
+
+def write_parquet(table: pa.Table, path: Path) -> None:
+    """Write through a temporary name, so that a file that exists is whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write and fsync `content` under a temporary name, then rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_parquet(path: Path) -> pa.Table:
+    return pq.read_table(path)
+
+
+def concatenate(tables: list[pa.Table]) -> pa.Table:
+    """Tables of one name below each other; a column that one lacks (or has only nulls in) is null there."""
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def remove(path: Path) -> None:
+    """Remove a folder or file that kvtool wrote."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
