@@ -22,6 +22,17 @@ CODES: dict[str, str] = {
     "memory": "more memory than --max-memory allows",
     "overflow": "a value that the stored dtype cannot hold",
     "trace-lacks": "the trace does not hold something the policy or metric needs",
+    "trace-not": "a folder or file that is no kvtool trace",
+    "trace-incomplete": "a trace whose writer was stopped before it was published",
+    "trace-damaged": "a trace with a file that is missing, truncated, altered or not listed",
+    "trace-unsafe": "a trace whose metadata lies, or names what format 1 does not allow",
+    "trace-format": "a trace written by a newer format",
+    "trace-locked": "another process is writing the same trace",
+    "trace-inaccurate": "attention recomputed from the trace differs from the stored sample by more than the bound",
+    "write-failed": "the operating system refused to write a file",
+    "not-finite": "NaN or infinity where a number is needed",
+    "dtype": "a dtype that a trace cannot store",
+    "dump": "a dump for import that does not hold what docs/import.md asks for",
     "no-queries": "the sequence has no query at or after the event",
 }
 
