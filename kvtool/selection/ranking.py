@@ -1,0 +1,80 @@
+"""Ranking: one order over the candidates that every budget cuts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtool.shapes import expect_shapes
+
+
+class NaNScore(ValueError):
+    """A score is NaN; the caller knows the policy, the layer and the step and says so.
+
+    Attributes:
+        head: KV head of the first NaN.
+        row: row index of the token it belongs to.
+    """
+
+    def __init__(self, head: int, row: int) -> None:
+        super().__init__(f"the score of row {row} in KV head {head} is NaN")
+        self.head = head
+        self.row = row
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking:
+    """The candidates of one event in the order in which they would be kept.
+
+    Attributes:
+        ranking: [Hk, N] int64, 1 = kept last (whatever the budget), N = evicted first.
+        ordered: [Hk, N] scores in rank order.
+        protected: [Hk] int64, how many leading ranks are protected.
+    """
+
+    ranking: Tensor
+    ordered: Tensor
+    protected: Tensor
+
+
+def rank(scores: Tensor, tokens: Tensor, *, sinks: int, window: int, step: int) -> Ranking:
+    """Order by (protected, score, newer row), all descending.
+
+    Protected tokens lead: sinks from row 0 on, then the window from its newest row back, so
+    that a budget smaller than the protection still cuts in the right place. The sorts are
+    stable, hence the same on every device, and negative zero equals zero.
+
+    Args:
+        scores: [Hk, N], higher is kept; infinities are allowed.
+        tokens: [Hk, N] int64 row indices.
+        sinks: rows 0..sinks-1 are protected.
+        window: rows step-window..step-1 are protected.
+        step: the event.
+
+    Raises:
+        NaNScore: naming the first one.
+        KvtoolError: code `shape`.
+    """
+    expect_shapes(scores=(scores, "Hk N"), tokens=(tokens, "Hk N"))
+    broken = torch.isnan(scores).nonzero()
+    if broken.numel():
+        head, column = (int(n) for n in broken[0])
+        raise NaNScore(head, int(tokens[head, column]))
+    scores = scores + 0.0  # -0.0 becomes 0.0: radix sorts tell them apart, comparisons do not
+
+    order = tokens.argsort(dim=1, descending=True, stable=True)  # [Hk, N] columns, newest first
+    order = order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True))
+    rows = tokens.gather(1, order)
+    is_sink, is_recent = rows < sinks, rows >= step - window
+    precedence = torch.where(is_recent, sinks + step - 1 - rows, torch.full_like(rows, sinks + max(window, 0)))
+    precedence = torch.where(is_sink, rows, precedence)
+    order = order.gather(1, precedence.argsort(dim=1, stable=True))
+
+    places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device).expand_as(order)
+    return Ranking(
+        ranking=torch.empty_like(order).scatter_(1, order, places),
+        ordered=scores.gather(1, order),
+        protected=(is_sink | is_recent).sum(1),
+    )

@@ -1,0 +1,85 @@
+"""Leverage against plain inverses and loops."""
+
+import math
+
+import pytest
+import torch
+from kvtool.kernels.leverage import LeverageError, leverage_scores, reference, weighted_gram
+
+
+def dumb(u, w, ridge, eps):
+    """[N]: the definition, one outer product at a time, an explicit inverse."""
+    a = ridge * torch.eye(u.shape[1], dtype=torch.float64)
+    for i in range(u.shape[0]):
+        a += (w[i] + eps) * torch.outer(u[i], u[i])
+    inverse = torch.linalg.inv(a)
+    return torch.stack([w[i] * (u[i] @ inverse @ u[i]) for i in range(u.shape[0])])
+
+
+@pytest.mark.parametrize(("tokens", "dim", "tile"), [(1, 3, 4096), (7, 16, 3), (63, 5, 10), (111, 8, 37)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_equals_the_definition(monkeypatch, tokens, dim, tile, kv_heads):
+    monkeypatch.setattr(reference, "TILE_TOKENS", tile)
+    g = torch.Generator().manual_seed(tokens)
+    u = torch.randn(kv_heads, tokens, dim, generator=g, dtype=torch.float64)
+    w = torch.rand(4, tokens, generator=g, dtype=torch.float64)
+    ridge = torch.tensor([1.0, 0.1, 10.0, 1.0], dtype=torch.float64)
+    found = leverage_scores(u, w, ridge, weight_eps=1e-3)
+    for head in range(4):
+        expected = dumb(u[head * kv_heads // 4], w[head], float(ridge[head]), 1e-3)
+        assert float((found.scores[head] - expected).abs().max()) < 1e-12
+        assert float(found.rho[head]) == pytest.approx(float(expected.sum()) / dim, abs=1e-13)
+        assert 0 <= float(found.rho[head]) < 1
+    assert bool(((found.scores >= 0) & (found.scores < 1)).all())
+
+
+def test_scaling_weights_and_ridge_together_changes_nothing():
+    g = torch.Generator().manual_seed(1)
+    u = torch.randn(1, 30, 6, generator=g, dtype=torch.float64)
+    w = torch.rand(1, 30, generator=g, dtype=torch.float64)
+    base = leverage_scores(u, w, torch.ones(1)).scores
+    scaled = leverage_scores(u, w * 1e-6, torch.full((1,), 1e-6, dtype=torch.float64)).scores
+    assert float((base - scaled).abs().max()) < 1e-12
+    assert float((base - leverage_scores(u, w * 1e-6, torch.ones(1)).scores).abs().max()) > 0.1
+
+
+def test_a_small_leverage_is_the_weighted_norm():
+    u = torch.randn(1, 9, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    w = torch.full((1, 9), 1e-9, dtype=torch.float64)
+    found = leverage_scores(u, w, torch.full((1,), 2.0))
+    assert float((found.scores / (w * u.square().sum(-1) / 2.0) - 1).abs().max()) < 1e-7
+    assert float(found.rho) < 1e-8
+
+
+def test_redundant_tokens_share_their_direction():
+    u = torch.zeros(1, 5, 3, dtype=torch.float64)
+    u[0, :4, 0] = 10.0
+    u[0, 4, 1] = 10.0
+    found = leverage_scores(u, torch.ones(1, 5), torch.ones(1))
+    assert found.scores[0].tolist() == pytest.approx([100 / 401] * 4 + [100 / 101], rel=1e-12)
+
+
+def test_rank_one_pool_is_no_trouble():
+    u = torch.ones(1, 4, 64)
+    found = leverage_scores(u, torch.ones(1, 4), torch.ones(1))
+    assert found.scores[0].tolist() == pytest.approx([64 / 257] * 4, rel=1e-12)
+
+
+def test_gram_is_symmetric_and_wide():
+    u = torch.randn(50, 7, generator=torch.Generator().manual_seed(3))
+    gram = weighted_gram(u, torch.rand(50))
+    assert gram.dtype == torch.float64
+    assert float((gram - gram.T).abs().max()) < 1e-13
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_names_the_head(bad):
+    w = torch.ones(4, 6)
+    w[2, 1] = bad
+    with pytest.raises(LeverageError, match="query head 2"):
+        leverage_scores(torch.ones(2, 6, 3), w, torch.ones(4))
+
+
+def test_an_indefinite_matrix_names_the_head():
+    with pytest.raises(LeverageError, match="query head 0 is not positive definite"):
+        leverage_scores(torch.eye(3)[None], -2 * torch.ones(1, 3), torch.ones(1))
