@@ -113,6 +113,7 @@ class Result:
         folder = Path(path)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / "manifest.json").unlink(missing_ok=True)  # never an old manifest beside new tables
             for name, table in self.tables.items():
                 write_parquet(table, folder / f"{name}.parquet")
             document = {"schema": SCHEMA, "manifest": self.manifest, "warnings": self.warnings}

@@ -11,7 +11,7 @@ from kvtool.errors import KvtoolError
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
 from kvtool.retained import Event, RetainedSet
-from kvtool.selection import order, take
+from kvtool.selection import NaNScore, Ranking, cut, rank
 from kvtool.view import View
 
 
@@ -49,8 +49,7 @@ def decide(
     for budget in budgets:
         allowed = allocator.allocate(budget, count, geometry.kv_heads)
         shield = protection.union(policy.protection(allowed[0]))
-        ranking = order(scores, view.tokens, sinks=shield.sinks, window=shield.window, step=step)
-        selection = take(ranking, allowed)
+        selection = cut(_ranked(label, scores, view, shield), allowed)
         evict_step = kept_all.evict_step.clone()
         evict_step.scatter_(1, view.tokens, torch.where(selection.keep, layer.tokens, step).to(torch.int32))
         event = Event(
@@ -63,7 +62,7 @@ def decide(
             sinks=shield.sinks,
             window=shield.window,
             overfull=selection.overfull,
-            ranking=ranking.rank if policy.nested else None,
+            ranking=selection.ranking if policy.nested else None,
         )
         decided.append(RetainedSet(evict_step, [event]))
     return decided
@@ -83,16 +82,19 @@ def score(layer: Layer, label: str, policy: Policy, view: View) -> Tensor:
             "policy-broken",
             f"{label} gave scores {shape} at layer {geometry.layer}, expected floats {list(view.tokens.shape)}",
         )
-    bad = scores.isnan()
-    if bool(bad.any()):
-        head, place = (int(i) for i in bad.nonzero()[0])
+    return scores
+
+
+def _ranked(label: str, scores: Tensor, view: View, shield: Protection) -> Ranking:
+    try:
+        return rank(scores, view.tokens, sinks=shield.sinks, window=shield.window, step=view.step)
+    except NaNScore as found:
         raise KvtoolError(
             "policy-broken",
-            f"{label} gave NaN at layer {geometry.layer}, KV head {head}, step {view.step}, "
-            f"token {int(view.tokens[head, place])}",
+            f"{label} gave NaN at layer {view.geometry.layer}, KV head {found.head}, step {view.step}, "
+            f"token {found.row}",
             "scores must be numbers; -inf says evict first",
-        )
-    return scores
+        ) from None
 
 
 def _untouched(retained: RetainedSet, view: View, protection: Protection) -> RetainedSet:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -68,6 +68,10 @@ class Plan:
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.precision]
+
+    def only(self, policies: list[tuple[str, Policy]]) -> Plan:
+        """The same plan with these of its policies."""
+        return replace(self, policies=policies)
 
     def describe(self) -> dict[str, Any]:
         """Everything that decides the numbers, defaults included, for manifest and keys."""

@@ -1,0 +1,101 @@
+"""Parts: what a replay has finished so far, on disk, so that a stopped run resumes."""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kvtool.errors import KvtoolError
+from kvtool.result import read_parquet, remove, table_of, unwritable, write_atomically, write_parquet
+
+Partials = list[dict[str, dict[str, Tensor]]]  # [cell][metric][field]
+
+
+@dataclass
+class Part:
+    """The outcome of one (sequence, layer) with all its cells.
+
+    Attributes:
+        tables: `layers`, `rows`, `ages`, `evict_steps` as lists of entries or Arrow tables.
+        partials: what each metric stored, per cell.
+        notes: sentences for the user.
+    """
+
+    tables: dict[str, Any]
+    partials: Partials
+    notes: list[str] = field(default_factory=list)
+
+
+class Store:
+    """Parts below `<output>/parts`, one folder per unit of work, published by one rename each."""
+
+    def __init__(self, output: Path, force: bool) -> None:
+        self.output, self.folder = output, output / "parts"
+        if output.exists() and not output.is_dir():
+            raise KvtoolError("output-exists", f"{output} is a file, not a folder", "choose another -o")
+        if (output / "manifest.json").exists():
+            if not force:
+                raise KvtoolError("output-exists", f"{output} already holds a result", "choose another -o, or add --force")
+        elif output.is_dir() and any(output.iterdir()) and not self.folder.is_dir():
+            raise KvtoolError("output-exists", f"{output} is not empty and holds no kvtool result", "choose another -o")
+
+    def _path(self, name: str, key: str) -> Path:
+        return self.folder / f"{name}-{key[:24]}"
+
+    def load(self, name: str, key: str) -> Part | None:
+        """The part of that name and key, or None where it was not finished."""
+        path = self._path(name, key)
+        if not path.is_dir():
+            return None
+        import torch
+
+        tables = {n: read_parquet(path / f"{n}.parquet") for n in ("layers", "rows", "ages", "evict_steps")}
+        notes = (path / "notes.txt").read_text().splitlines()
+        partials: Partials = []
+        with np.load(path / "partials.npz", allow_pickle=False) as archive:
+            for entry in archive.files:
+                cell, metric, name_of_field = entry.split("/")
+                while len(partials) <= int(cell):
+                    partials.append({})
+                partials[int(cell)].setdefault(metric, {})[name_of_field] = torch.from_numpy(archive[entry])
+        return Part(tables, partials, notes)
+
+    def save(self, name: str, key: str, part: Part) -> None:
+        """Publish a finished part.
+
+        Raises:
+            KvtoolError: code `disk-full`.
+        """
+        path = self._path(name, key)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            for table, entries in part.tables.items():
+                write_parquet(table_of(table, entries), temporary / f"{table}.parquet")
+            buffer = io.BytesIO()
+            arrays = {
+                f"{cell}/{metric}/{name}": value.numpy()
+                for cell, metrics in enumerate(part.partials)
+                for metric, fields in metrics.items()
+                for name, value in fields.items()
+            }
+            np.savez(buffer, **arrays)  # type: ignore[arg-type]
+            write_atomically(temporary / "partials.npz", buffer.getvalue())
+            write_atomically(temporary / "notes.txt", "\n".join(part.notes).encode())
+            os.rename(temporary, path)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        finally:
+            if temporary.exists():
+                remove(temporary)
+
+    def clear(self) -> None:
+        """Remove the parts once the whole result is written."""
+        if self.folder.is_dir():
+            remove(self.folder)

@@ -1,0 +1,67 @@
+"""Serving: which policies and metrics a trace has the data for, and what is missing for the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvtool.layer import Layer
+from kvtool.metrics import columns
+from kvtool.policies import BUILT_IN, Policy, policy_from_text
+from kvtool.rotation import Rotation
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Whether a trace can serve one policy or metric.
+
+    Attributes:
+        kind: `policy` or `metric`.
+        reason: what is missing, None where `ok`.
+    """
+
+    name: str
+    kind: str
+    ok: bool
+    reason: str | None
+
+
+def missing_for(policy: Policy, layer: Layer, step: int) -> str | None:
+    """What `policy` needs at an event before `step` and the layer does not hold, or None."""
+    steps, geometry = layer.query_steps, layer.geometry
+    before = int((steps < step).sum())
+    where = f"layer {geometry.layer}"
+    if "prompt-queries" in policy.needs and before < step:
+        return f"{where} holds {before} of the {step} queries before the event (captured without --queries all)"
+    if "recent-queries" in policy.needs and not bool((steps == step - 1).any()):
+        return f"{where} does not hold the query just before the event (captured without --queries all)"
+    if "rotation" in policy.needs and geometry.rotation is None:
+        return f"{where} does not say how queries and keys were rotated"
+    if "future-rotation" in policy.needs and isinstance(geometry.rotation, Rotation) and not geometry.rotation.by_position:
+        return f"{where} has a rotation that is known for its own rows only, not for future positions"
+    if policy.oracle and before == steps.numel():
+        return f"{where} has no query after the event, and an oracle needs the future"
+    return None
+
+
+def serving(trace: Any) -> list[Serving]:
+    """For every built-in policy and every metric column: can this trace serve it at the end of its prompts?"""
+    found: list[Serving] = []
+    layers = [(s, s.layer(layer_id)) for s in trace.sequences for layer_id in s.layer_ids]
+    for name in BUILT_IN:
+        _, policy = policy_from_text(name)
+        reasons = (missing_for(policy, layer, s.prompt_length) for s, layer in layers)
+        reason = next((r for r in reasons if r), None)
+        found.append(Serving(name, "policy", reason is None, reason))
+    unasked = next(
+        (f"sequence {s.index} has no query at or after its prompt's end" for s, layer in layers
+         if not bool((layer.query_steps >= s.prompt_length).any())),
+        None,
+    )
+    projected = all(layer.has("output_projection") for _, layer in layers)
+    for column in columns():
+        reason = unasked
+        if reason is None and column.name in ("layer_error", "mean_layer_error") and not projected:
+            reason = "no output projection in some layer"
+        found.append(Serving(column.name, "metric", reason is None, reason))
+    return found

@@ -1,0 +1,130 @@
+"""Summary: what the terminal says about a replay, as plain values that tests can read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from kvtool.result import Result
+
+
+@dataclass(frozen=True)
+class Line:
+    """One policy at one ratio or budget, averaged over sequences.
+
+    Attributes:
+        error: the ordering metric, or None where it is undefined.
+        low, high: smallest and largest error of a layer (the spread).
+        worst: (layer, query head, output_error) of the worst head, or None.
+    """
+
+    policy: str
+    oracle: bool
+    error: float | None
+    low: float | None
+    high: float | None
+    worst: tuple[int, int, float] | None
+    evicted_mass: float | None
+    mass_regret: float | None
+    achieved: float | None
+    candidates: float | None
+    ties: int
+
+
+@dataclass(frozen=True)
+class Section:
+    """All policies at one ratio or budget, best first; `full` closes the list."""
+
+    ratio: float | None
+    budget: int | None
+    lines: list[Line]
+
+    @property
+    def asked(self) -> str:
+        return f"ratio {self.ratio:g}" if self.ratio is not None else f"budget {self.budget}"
+
+    @property
+    def best(self) -> Line | None:
+        """The best policy that reads no future and is no control."""
+        return next((ln for ln in self.lines if not ln.oracle and ln.policy != "full" and ln.error is not None), None)
+
+    def line(self, policy: str) -> Line | None:
+        return next((ln for ln in self.lines if ln.policy == policy), None)
+
+
+def ordering_metric(result: Result) -> str:
+    """`mean_layer_error` where the trace has output projections, else `mean_output_error`."""
+    cells = result.entries("cells")
+    return "mean_layer_error" if any(c["mean_layer_error"] is not None for c in cells) else "mean_output_error"
+
+
+def sections(result: Result) -> list[Section]:
+    """One section per ratio or budget, in the order asked."""
+    metric = ordering_metric(result)
+    rows: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for row in result.entries("rows"):
+        rows[row["policy"], row["ratio"], row["budget"]].append(row)
+    layer_errors: dict[tuple, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    if metric == "mean_layer_error":
+        for entry in result.entries("layers"):
+            if entry["layer_error"] is not None:
+                key = entry["policy"], entry["ratio"], entry["budget"]
+                layer_errors[key][entry["layer"]].append(entry["layer_error"])
+    else:
+        for key, members in rows.items():
+            for row in members:
+                if row["output_error"] is not None:
+                    layer_errors[key][row["layer"]].append(row["output_error"])
+    grouped: dict[tuple, list[Line]] = {}
+    for cell in result.entries("cells"):
+        if cell["sequence"] is not None:
+            continue
+        key = cell["policy"], cell["ratio"], cell["budget"]
+        spread = [fmean(errors) for errors in layer_errors[key].values()]
+        members = rows[key]
+        known = [r for r in members if r["output_error"] is not None]
+        worst = max(known, key=lambda r: r["output_error"], default=None)
+        line = Line(
+            policy=cell["policy"],
+            oracle=bool(cell["oracle"]),
+            error=cell[metric],
+            low=min(spread, default=None),
+            high=max(spread, default=None),
+            worst=(worst["layer"], worst["q_head"], worst["output_error"]) if worst else None,
+            evicted_mass=_mean(members, "evicted_mass"),
+            mass_regret=_mean(members, "mass_regret"),
+            achieved=cell["achieved"],
+            candidates=cell["candidates"],
+            ties=cell["ties"],
+        )
+        grouped.setdefault(key[1:], []).append(line)
+    return [
+        Section(ratio, budget, sorted(lines, key=lambda ln: (ln.policy == "full", ln.error is None, ln.error or 0.0)))
+        for (ratio, budget), lines in grouped.items()
+    ]
+
+
+def _mean(rows: list[dict[str, Any]], column: str) -> float | None:
+    values = [row[column] for row in rows if row.get(column) is not None]
+    return fmean(values) if values else None
+
+
+def verdicts(result: Result) -> list[str]:
+    """One sentence per ratio: which policy wins, and by how much over the runner-up and over random."""
+    said = []
+    for section in sections(result):
+        best = section.best
+        if best is None or best.error is None:
+            said.append(f"{section.asked}: no policy has a defined error")
+            continue
+        text = f"{section.asked}: {best.policy} keeps attention's output best, error {best.error:.4f}"
+        random = section.line("random")
+        if random is not None and random is not best and random.error is not None and best.error > 0:
+            text += f", {random.error / best.error:.1f}x below random"
+        others = [ln for ln in section.lines if not ln.oracle and ln is not best and ln.policy not in ("full", "random")]
+        if others and others[0].error is not None:
+            text += f"; next {others[0].policy} {others[0].error:.4f}"
+        said.append(text)
+    return said
