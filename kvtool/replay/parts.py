@@ -41,7 +41,9 @@ class Store:
             raise KvtoolError("output-exists", f"{output} is a file, not a folder", "choose another -o")
         if (output / "manifest.json").exists():
             if not force:
-                raise KvtoolError("output-exists", f"{output} already holds a result", "choose another -o, or add --force")
+                raise KvtoolError(
+                    "output-exists", f"{output} already holds a result", "choose another -o, or add --force"
+                )
         elif output.is_dir() and any(output.iterdir()) and not self.folder.is_dir():
             raise KvtoolError("output-exists", f"{output} is not empty and holds no kvtool result", "choose another -o")
 

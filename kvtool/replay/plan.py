@@ -80,7 +80,9 @@ class Plan:
                 {"label": label, "class": type(policy).__qualname__, "oracle": policy.oracle, **parameters(policy)}
                 for label, policy in self.policies
             ],
-            "budgets": [{"ratio": str(b.ratio) if b.ratio is not None else None, "tokens": b.tokens} for b in self.budgets],
+            "budgets": [
+                {"ratio": str(b.ratio) if b.ratio is not None else None, "tokens": b.tokens} for b in self.budgets
+            ],
             "schedule": str(self.schedule),
             "sinks": self.protection.sinks,
             "window": self.protection.window,

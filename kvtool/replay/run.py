@@ -157,8 +157,9 @@ def _gather(
     trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]], parts: list[tuple[int, Part]], warnings: list[str]
 ) -> Result:
     tables = {
-        name: concatenate([table_of(name, p.tables[name]) if isinstance(p.tables[name], list) else p.tables[name]
-                           for _, p in parts])
+        name: concatenate(
+            [table_of(name, p.tables[name]) if isinstance(p.tables[name], list) else p.tables[name] for _, p in parts]
+        )
         for name in ("layers", "rows", "ages", "evict_steps")
     }
     tables["cells"] = table_of("cells", _cells(plan, parts))

@@ -37,7 +37,11 @@ def missing_for(policy: Policy, layer: Layer, step: int) -> str | None:
         return f"{where} does not hold the query just before the event (captured without --queries all)"
     if "rotation" in policy.needs and geometry.rotation is None:
         return f"{where} does not say how queries and keys were rotated"
-    if "future-rotation" in policy.needs and isinstance(geometry.rotation, Rotation) and not geometry.rotation.by_position:
+    if (
+        "future-rotation" in policy.needs
+        and isinstance(geometry.rotation, Rotation)
+        and not geometry.rotation.by_position
+    ):
         return f"{where} has a rotation that is known for its own rows only, not for future positions"
     if policy.oracle and before == steps.numel():
         return f"{where} has no query after the event, and an oracle needs the future"
@@ -54,8 +58,11 @@ def serving(trace: Any) -> list[Serving]:
         reason = next((r for r in reasons if r), None)
         found.append(Serving(name, "policy", reason is None, reason))
     unasked = next(
-        (f"sequence {s.index} has no query at or after its prompt's end" for s, layer in layers
-         if not bool((layer.query_steps >= s.prompt_length).any())),
+        (
+            f"sequence {s.index} has no query at or after its prompt's end"
+            for s, layer in layers
+            if not bool((layer.query_steps >= s.prompt_length).any())
+        ),
         None,
     )
     projected = all(layer.has("output_projection") for _, layer in layers)

@@ -123,7 +123,9 @@ def verdicts(result: Result) -> list[str]:
         random = section.line("random")
         if random is not None and random is not best and random.error is not None and best.error > 0:
             text += f", {random.error / best.error:.1f}x below random"
-        others = [ln for ln in section.lines if not ln.oracle and ln is not best and ln.policy not in ("full", "random")]
+        others = [
+            ln for ln in section.lines if not ln.oracle and ln is not best and ln.policy not in ("full", "random")
+        ]
         if others and others[0].error is not None:
             text += f"; next {others[0].policy} {others[0].error:.4f}"
         said.append(text)
