@@ -17,7 +17,8 @@ class Allocator(Protocol):
         scope: what must be scored before it can answer; `head` needs no scores at all.
     """
 
-    scope: Scope
+    @property
+    def scope(self) -> Scope: ...
 
     def allocate(self, budget: Budget, candidates: int, kv_heads: int) -> list[int]: ...
 

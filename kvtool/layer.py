@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -191,6 +191,6 @@ class Layer:
             positions=torch.arange(sizes["T"]) if positions is None else positions.to(torch.int64),
             query_steps=query_steps.to(torch.int64),
             prompt_digest=prompt_digest,
-            loaders={name: (lambda array=array: array) for name, array in arrays.items()},
+            loaders={name: partial(torch.clone, array) for name, array in arrays.items()},
             dtype=dtype,
         )

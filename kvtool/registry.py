@@ -71,7 +71,16 @@ def _typed(value: str, annotation: Any) -> Any:
                 reasons.append(str(error))
         raise ValueError(" or ".join(reasons))
     if annotation is bool:
-        words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+        words = {
+            "true": True,
+            "yes": True,
+            "on": True,
+            "1": True,
+            "false": False,
+            "no": False,
+            "off": False,
+            "0": False,
+        }
         if value.lower() not in words:
             raise ValueError("true or false")
         return words[value.lower()]
@@ -131,7 +140,8 @@ def _from_file(path: Path, class_name: str, noun: str) -> type:
     if not path.is_file():
         raise KvtoolError("file-missing", f"{path} does not exist")
     module_spec = importlib.util.spec_from_file_location(f"kvtool_file_{path.stem}", path)
-    assert module_spec is not None and module_spec.loader is not None
+    assert module_spec is not None
+    assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look their module up there
     try:

@@ -148,7 +148,9 @@ class Result:
 
 def unwritable(path: Path, error: OSError) -> KvtoolError:
     """`error` while writing below `path`, in one sentence."""
-    return KvtoolError("disk-full", f"cannot write {path}: {error.strerror or error}", "free some space, or write elsewhere")
+    return KvtoolError(
+        "disk-full", f"cannot write {path}: {error.strerror or error}", "free some space, or write elsewhere"
+    )
 
 
 def write_parquet(table: pa.Table, path: Path) -> None:

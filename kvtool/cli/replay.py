@@ -15,10 +15,12 @@ def command(
         typer.Option("-p", "--policy", help="name:key=value,… or file.py:Class; repeatable; 'all' is every built-in."),
     ] = None,
     ratio: Annotated[
-        list[str] | None, typer.Option("-r", "--ratio", help="Share of tokens evicted, e.g. 0.5,0.9. Default 0.5,0.75,0.9.")
+        list[str] | None,
+        typer.Option("-r", "--ratio", help="Share of tokens evicted, e.g. 0.5,0.9. Default 0.5,0.75,0.9."),
     ] = None,
     budget: Annotated[
-        list[str] | None, typer.Option("-b", "--budget", help="Tokens kept per KV head, instead of a ratio, e.g. 128,256.")
+        list[str] | None,
+        typer.Option("-b", "--budget", help="Tokens kept per KV head, instead of a ratio, e.g. 128,256."),
     ] = None,
     evict_at: Annotated[int | None, typer.Option(help="Step of the event. Default: the end of the prompt.")] = None,
     sinks: Annotated[int, typer.Option(help="First tokens that no policy may evict.")] = 4,
@@ -31,7 +33,9 @@ def command(
     precision: Annotated[str, typer.Option(help="float32 or float64 arithmetic.")] = "float32",
     device: Annotated[str, typer.Option(help="auto or cpu: the plain torch reference.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for Parquet tables; resumes there.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder for Parquet tables; resumes there.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a finished result in the output folder.")] = False,
 ) -> None:
