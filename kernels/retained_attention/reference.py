@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtool.kernels.retained_attention.softmax import over_set
-
-QUERY_ROWS = 256  # queries of one KV head in a block: enough for a fast product, small enough for the cache
+from .inputs import Inputs, Seen
+from .softmax import SetOutput, over_set
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,15 +75,15 @@ def attention(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    case = _Case.checked(queries, keys, values, steps, rows, first_visible, scale, softcap, sink_logits)
-    output = queries.new_empty(case.heads, queries.shape[1], values.shape[2])
-    for part in case.parts(block):
-        seen = _Seen.of(case, part)
-        for kv_head in range(case.kv_heads):
-            group = case.query_heads_of(kv_head)
-            logits = case.logits(kv_head, part, seen)
-            whole = over_set(logits, seen.pick(values[kv_head]), case.sinks(group, part), case.finite[kv_head])
-            output[group, part] = whole.mean.view(case.group, -1, values.shape[2])
+    inputs = Inputs.checked(queries, keys, values, steps, rows, first_visible, scale, softcap, sink_logits, block)
+    output = queries.new_empty(inputs.heads, queries.shape[1], values.shape[2])
+    for part in inputs.parts():
+        seen = Seen.of(inputs, part)
+        for kv_head in range(inputs.kv_heads):
+            group = inputs.query_heads_of(kv_head)
+            logits = inputs.logits(kv_head, part, seen)
+            whole = over_set(logits, seen.pick(values[kv_head]), inputs.sinks(group, part), inputs.finite[kv_head])
+            output[group, part] = whole.mean.view(inputs.group, -1, values.shape[2])
     return output
 
 
@@ -115,189 +114,81 @@ def retained_attention(
     Raises:
         ValueError: shapes or dtypes that do not fit, at the call and not at the first block.
     """
-    case = _Case.checked(queries, keys, values, steps, rows, first_visible, scale, softcap, sink_logits)
+    inputs = Inputs.checked(queries, keys, values, steps, rows, first_visible, scale, softcap, sink_logits, block)
     if evict_steps.ndim != 3 or tuple(evict_steps.shape[1:]) != tuple(keys.shape[:2]):
         raise ValueError(f"evict_steps {list(evict_steps.shape)} is not [C, Hk, N] of keys {list(keys.shape)}")
     if evict_steps.is_floating_point():
         raise ValueError("evict_steps must be integers")
-    return _blocks(case, evict_steps, block)
+    return _blocks(inputs, evict_steps)
 
 
-def _blocks(case: _Case, evict_steps: Tensor, block: int | None) -> Iterator[CellBlock]:
-    cells, value_dim = evict_steps.shape[0], case.values.shape[2]
-    for part in case.parts(block):
-        seen, steps = _Seen.of(case, part), case.steps[part]
-        shape = (case.heads, int(steps.numel()))
-        full = case.queries.new_empty(*shape, value_dim)
-        retained = case.queries.new_empty(cells, *shape, value_dim)
+def _blocks(inputs: Inputs, evict_steps: Tensor) -> Iterator[CellBlock]:
+    cells, value_dim = evict_steps.shape[0], inputs.values.shape[2]
+    for part in inputs.parts():
+        seen, steps = Seen.of(inputs, part), inputs.steps[part]
+        shape = (inputs.heads, int(steps.numel()))
+        full = inputs.queries.new_empty(*shape, value_dim)
+        retained = inputs.queries.new_empty(cells, *shape, value_dim)
         error, mass = torch.zeros_like(retained), retained.new_zeros(cells, *shape)
         gap = torch.full_like(mass, float("nan"))
-        leaving = seen.pick(evict_steps.transpose(0, 2)).transpose(0, 2)  # [C, Hk, n]
-        for kv_head in range(case.kv_heads):
-            group = case.query_heads_of(kv_head)
-            logits, values = case.logits(kv_head, part, seen), seen.pick(case.values[kv_head])
-            sinks, finite = case.sinks(group, part), case.finite[kv_head]
-            full[group] = over_set(logits.clone(), values, sinks, finite).mean.view(case.group, -1, value_dim)
+        leaving = evict_steps[:, :, seen.columns]  # [C, Hk, n]
+        oldest, newest = steps.min(), steps.max()
+        for kv_head in range(inputs.kv_heads):
+            group = inputs.query_heads_of(kv_head)
+            logits, values = inputs.logits(kv_head, part, seen), seen.pick(inputs.values[kv_head])
+            sinks, finite = inputs.sinks(group, part), inputs.finite[kv_head]
+            whole = over_set(logits.clone(), values, sinks, finite).mean  # [G b, Dv]
+            full[group] = whole.view(inputs.group, -1, value_dim)
             for cell in range(cells):
-                retained[cell, group] = full[group]
                 leaves = leaving[cell, kv_head]
-                # Columns kept (evicted) at some step of the block; those in both change inside it.
-                kept, evicted = leaves > steps.min(), leaves <= steps.max()
+                kept, evicted = leaves > oldest, leaves <= newest  # at some step of the block; both: changes inside
                 if not bool(evicted.any()):
+                    retained[cell, group] = full[group]
                     continue
-                sides = []
-                for columns, sink, gone in ((kept, sinks, True), (evicted, None, False)):
-                    index = columns.nonzero()[:, 0]
-                    side = logits.index_select(0, index)
-                    _hide(side, (kept & evicted)[index], leaves[index], steps, gone)
-                    sides.append(over_set(side, values.index_select(0, index), sink, finite))
-                rest, lost = sides
-                # From log-sum-exps, maxima subtracted first: exact where both logits are large.
-                odds = (lost.shift - rest.shift) + (lost.log_mass - rest.log_mass)
-                difference = lost.mean - rest.mean  # [G b, Dv]
-                touched = ~lost.empty  # steps that lost a token they would have seen
-                share = torch.where(touched, odds.sigmoid(), 0.0)
-                wrong = torch.where(touched[:, None], share[:, None] * difference, 0.0).view(case.group, -1, value_dim)
-                nothing_left = (touched & rest.empty).view(case.group, -1, 1)
-                error[cell, group] = torch.where(nothing_left, full[group], wrong)
-                left = rest.mean.view(case.group, -1, value_dim)
-                retained[cell, group] = torch.where(touched.view(case.group, -1, 1), left, full[group])
-                mass[cell, group] = share.view(case.group, -1)
-                length = torch.where(touched, difference.norm(dim=-1), float("nan"))
-                gap[cell, group] = length.view(case.group, -1)
+                rest = _side(logits, values, kept, evicted, leaves, steps, sinks, finite, gone=True)
+                lost = _side(logits, values, evicted, kept, leaves, steps, None, finite, gone=False)
+                found = _compare(whole, rest, lost)
+                for array, one in zip((retained, error, mass, gap), found, strict=True):
+                    array[cell, group] = one.view(array[cell, group].shape)
         for cell in range(cells):
             yield CellBlock(cell, part, full, retained[cell], error[cell], mass[cell], gap[cell])
 
 
-def _hide(logits: Tensor, changing: Tensor, leaves: Tensor, steps: Tensor, gone: bool) -> None:
-    """Set logits [n, G b] to -inf, in place, at the steps that find a `changing` [n] column gone (or still there)."""
-    index = changing.nonzero()[:, 0]
-    if index.numel():
-        hidden = (steps[None, :] >= leaves[index][:, None]) == gone  # [changing, b]
+def _side(
+    logits: Tensor,
+    values: Tensor,
+    columns: Tensor,
+    others: Tensor,
+    leaves: Tensor,
+    steps: Tensor,
+    sinks: Tensor | None,
+    finite: bool,
+    *,
+    gone: bool,
+) -> SetOutput:
+    """Attention over `columns` [n] bool, hidden where a token is `gone` (retained side) or not yet (evicted side).
+
+    Columns are picked rather than given a weight of zero, so what lies in the others cannot matter.
+    """
+    index = columns.nonzero()[:, 0]
+    side = logits.index_select(0, index)
+    changing = (columns & others)[index].nonzero()[:, 0]
+    if changing.numel():  # leave inside the block
+        hidden = (steps[None, :] >= leaves[index][changing][:, None]) == gone  # [changing, b]
         hidden = hidden.repeat(1, logits.shape[1] // steps.numel())
-        logits[index] = logits[index].masked_fill(hidden, float("-inf"))
+        side[changing] = side[changing].masked_fill(hidden, float("-inf"))
+    return over_set(side, values.index_select(0, index), sinks, finite)
 
 
-@dataclass(frozen=True, eq=False)
-class _Seen:
-    """Which keys a block of steps sees: columns invisible to all of them are left out."""
-
-    columns: slice | Tensor  # n of the N keys
-    partial: Tensor  # [n'] positions among the n that only some of the steps see
-    visible: Tensor  # [n', b] which of the steps
-
-    @classmethod
-    def of(cls, case: _Case, part: slice) -> _Seen:
-        steps, first = case.steps[part], case.first_visible[part]
-        visible = (first[None, :] <= case.rows[:, None]) & (case.rows[:, None] <= steps[None, :])  # [N, b]
-        index = visible.any(1).nonzero()[:, 0]
-        columns: slice | Tensor = index
-        if index.numel() == 0:
-            columns = slice(0, 0)
-        elif int(index[-1]) - int(index[0]) + 1 == index.numel():
-            columns = slice(int(index[0]), int(index[-1]) + 1)  # one run, the usual case: no copy
-        visible = visible[columns]
-        partial = (~visible.all(1)).nonzero()[:, 0]
-        return cls(columns, partial, visible[partial])
-
-    def pick(self, array: Tensor) -> Tensor:
-        """The seen rows [n, ...] of `array` [N, ...]."""
-        return array[self.columns]
-
-
-@dataclass(frozen=True, eq=False)
-class _Case:
-    """Checked arguments."""
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    steps: Tensor
-    rows: Tensor
-    first_visible: Tensor
-    scale: float
-    softcap: float | None
-    sink_logits: Tensor | None
-    finite: list[bool]  # per KV head: no NaN and no infinity among the values
-
-    @classmethod
-    def checked(
-        cls,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        steps: Tensor,
-        rows: Tensor,
-        first_visible: Tensor,
-        scale: float,
-        softcap: float | None,
-        sink_logits: Tensor | None,
-    ) -> _Case:
-        for name, array in (("queries", queries), ("keys", keys), ("values", values)):
-            if array.ndim != 3:
-                raise ValueError(f"{name} has shape {list(array.shape)}, expected three dimensions")
-            if array.dtype not in (torch.float32, torch.float64) or array.dtype != queries.dtype:
-                raise ValueError(f"{name} is {array.dtype}; all must be float32, or all float64")
-        (heads, count, dim), (kv_heads, tokens, _) = queries.shape, keys.shape
-        if keys.shape[2] != dim or values.shape[:2] != keys.shape[:2]:
-            raise ValueError(
-                f"queries {list(queries.shape)}, keys {list(keys.shape)} and values {list(values.shape)} do not fit"
-            )
-        if kv_heads == 0 or heads % kv_heads:
-            raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
-        for name, array, size in (
-            ("steps", steps, count),
-            ("rows", rows, tokens),
-            ("first_visible", first_visible, count),
-        ):
-            if tuple(array.shape) != (size,) or array.is_floating_point():
-                raise ValueError(f"{name} has shape {list(array.shape)}, expected [{size}] integers")
-        if softcap is not None and not softcap > 0:
-            raise ValueError(f"softcap {softcap} is not above 0")
-        if sink_logits is not None:
-            if tuple(sink_logits.shape) != (heads,):
-                raise ValueError(f"sink_logits has shape {list(sink_logits.shape)}, expected [{heads}]")
-            sink_logits = sink_logits.to(queries.dtype)
-        finite = [bool(torch.isfinite(head).all()) for head in values]
-        return cls(queries, keys, values, steps, rows, first_visible, scale, softcap, sink_logits, finite)
-
-    @property
-    def heads(self) -> int:
-        return int(self.queries.shape[0])
-
-    @property
-    def kv_heads(self) -> int:
-        return int(self.keys.shape[0])
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    def parts(self, block: int | None) -> Iterator[slice]:
-        """Blocks of steps in order."""
-        if block is not None and block < 1:
-            raise ValueError(f"a block of {block} steps")
-        size = block or max(1, QUERY_ROWS // self.group)
-        count = int(self.steps.numel())
-        return (slice(start, min(start + size, count)) for start in range(0, count, size))
-
-    def query_heads_of(self, kv_head: int) -> slice:
-        return slice(kv_head * self.group, (kv_head + 1) * self.group)
-
-    def sinks(self, group: slice, part: slice) -> Tensor | None:
-        """Sink logit of every query of the block, [G b]."""
-        if self.sink_logits is None:
-            return None
-        return self.sink_logits[group].repeat_interleave(part.stop - part.start)
-
-    def logits(self, kv_head: int, part: slice, seen: _Seen) -> Tensor:
-        """[n, G b], -inf where invisible."""
-        queries = self.queries[self.query_heads_of(kv_head), part].reshape(-1, self.queries.shape[2])
-        logits = seen.pick(self.keys[kv_head]) @ queries.T
-        logits *= self.scale
-        if self.softcap is not None:
-            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        if seen.partial.numel():
-            hidden = (~seen.visible).repeat(1, self.group)
-            logits[seen.partial] = logits[seen.partial].masked_fill(hidden, float("-inf"))
-        return logits
+def _compare(whole: Tensor, rest: SetOutput, lost: SetOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Retained output and error [r, Dv], mass and gap [r], from f_V [r, Dv] and both sides of the cut."""
+    touched = ~lost.empty  # queries that lost a token they would have seen
+    # From log-sum-exps, the maxima subtracted first: exact where both logits are large.
+    odds = (lost.shift - rest.shift) + (lost.log_mass - rest.log_mass)
+    mass = torch.where(touched, odds.sigmoid(), 0.0)
+    difference = lost.mean - rest.mean
+    error = torch.where(touched[:, None], mass[:, None] * difference, 0.0)
+    error = torch.where((touched & rest.empty)[:, None], whole, error)
+    retained = torch.where(touched[:, None], rest.mean, whole)
+    gap = torch.where(touched, difference.norm(dim=-1), float("nan"))
+    return retained, error, mass, gap
