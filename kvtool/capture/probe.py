@@ -1,0 +1,283 @@
+"""The probe: a few tokens through the model, to learn each layer's attention before anything is written."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvtool.capture.hook import AttentionCall, observed, sink_logits, softcap
+from kvtool.capture.projection import find_projection, linear_traffic, per_head
+from kvtool.capture.reference import attend, relative_error
+from kvtool.capture.rotation import (
+    Tables,
+    find_rotation,
+    frequency_candidates,
+    received_tables,
+    scaling_candidates,
+)
+from kvtool.capture.visibility import check_mask, expected_layers, window_of
+from kvtool.errors import KvtoolError
+from kvtool.layer import Geometry
+
+TOKENS = 24
+_SHIFT = 997
+# float64 recomputation against the model's own output: rounding of the run's dtype, with room.
+BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True, eq=False)
+class Probed:
+    """One layer as the probe saw it.
+
+    Attributes:
+        geometry: see kvtool.layer.Geometry; the rotation is that of short sequences.
+        module: its attention module.
+        projection: the linear map W_O, or None where something stands between.
+        tables_key: layers with the same key receive the same cos and sin objects; None: none received.
+    """
+
+    geometry: Geometry
+    module: nn.Module
+    projection: nn.Module | None
+    tables_key: int | None
+
+    def output_projection(self) -> Tensor | None:
+        """[H, Dv, M] in the run's dtype, or None."""
+        if self.projection is None:
+            return None
+        return per_head(self.projection, self.geometry.query_heads, self.geometry.value_dim)
+
+
+@dataclass
+class _Sight:
+    """Observer that keeps every call of one forward."""
+
+    calls: dict[int, AttentionCall] = field(default_factory=dict)
+
+    def wants(self, layer: int) -> bool:
+        return True
+
+    def see(self, call: AttentionCall) -> None:
+        if call.layer in self.calls:
+            raise KvtoolError("model-unsupported", f"layer {call.layer} calls its attention more than once a forward")
+        # A cache may go on to write into what it handed out.
+        self.calls[call.layer] = replace(
+            call, queries=call.queries.clone(), keys=call.keys.clone(), values=call.values.clone()
+        )
+
+
+def position_limit(config: Any) -> int | None:
+    """Positions that a short run may use without changing the rotation or leaving a table; None: unlimited."""
+    text = config.get_text_config()
+    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions")]
+    parameters = getattr(text, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    limits += [part.get("original_max_position_embeddings") for part in (parameters, *nested)]
+    numbers = [int(limit) for limit in limits if isinstance(limit, int | float)]
+    return min(numbers, default=None)
+
+
+@torch.no_grad()
+def probe(model: Any) -> dict[int, Probed]:
+    """Geometry, rotation and projection of every attention layer, by layer id.
+
+    Raises:
+        KvtoolError: code `model-unsupported`, naming the model and what about it cannot be recorded.
+    """
+    config = model.config
+    name = type(model).__name__
+    limit = position_limit(config)
+    n = TOKENS if limit is None else max(min(TOKENS, limit // 2), 1)
+    vocabulary = int(config.get_text_config().vocab_size)
+    tokens = torch.randint(0, vocabulary, (1, n), generator=torch.Generator().manual_seed(20))
+
+    first = _Sight()
+    with observed(model, first):
+        model(input_ids=tokens, use_cache=True)
+    _check_layers(name, sorted(first.calls), expected_layers(config))
+    modules = {layer: call.module for layer, call in first.calls.items()}
+
+    sight, inputs = _Sight(), _Inputs()
+    with observed(model, sight), inputs.kept(modules), linear_traffic(modules) as traffic:
+        model(input_ids=tokens, use_cache=True)
+
+    probed: dict[int, Probed] = {}
+    for layer, call in sorted(sight.calls.items()):
+        geometry = _geometry(name, call, config, sight.calls)
+        _check_output(name, geometry, call)
+        probed[layer] = Probed(geometry, call.module, find_projection(traffic[layer], call.output), inputs.keys[layer])
+    return _with_rotations(model, tokens, probed, sight, inputs, limit)
+
+
+def _check_layers(name: str, found: list[int], expected: list[int] | None) -> None:
+    if not found:
+        raise KvtoolError(
+            "model-unsupported",
+            f"{name} does not run its attention through the attention interface: nothing can be recorded",
+            "models without attention (Mamba) and those with an attention of their own (Falcon, Bloom) are not served",
+        )
+    if expected is not None and found != expected:
+        raise KvtoolError(
+            "model-unsupported",
+            f"{name} should attend in layers {_spans(expected)}, but layers {_spans(found)} were recorded",
+        )
+
+
+def _spans(ids: list[int]) -> str:
+    """Layer ids as `0-2,5`."""
+    parts: list[list[int]] = []
+    for i in ids:
+        if parts and parts[-1][-1] == i - 1:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts) or "none"
+
+
+def _geometry(name: str, call: AttentionCall, config: Any, calls: dict[int, AttentionCall]) -> Geometry:
+    (heads, _, dim), kv_heads, value_dim = call.queries.shape, call.keys.shape[0], call.values.shape[-1]
+    if heads % kv_heads:
+        raise KvtoolError(
+            "model-unsupported", f"{name}: {heads} query heads cannot share {kv_heads} KV heads in layer {call.layer}"
+        )
+    kind, window = window_of(call, config)
+    donors = [
+        layer
+        for layer in sorted(calls)
+        if layer < call.layer
+        and torch.equal(calls[layer].keys, call.keys)
+        and torch.equal(calls[layer].values, call.values)
+    ]
+    return Geometry(
+        layer=call.layer,
+        query_heads=heads,
+        kv_heads=kv_heads,
+        key_dim=dim,
+        value_dim=value_dim,
+        scale=call.scale,
+        softcap=softcap(call),
+        kind=kind,
+        window=window,
+        sink_logits=sink_logits(call),
+        kv_source=donors[0] if donors else None,
+    )
+
+
+def _check_output(name: str, geometry: Geometry, call: AttentionCall) -> None:
+    """Refuse a layer whose output is not what scale, softcap, sinks and a causal window explain."""
+    if call.extras.get("position_bias") is None:
+        check_mask(geometry, call, 0)
+        error = relative_error(call.output.transpose(0, 1), attend(geometry, call.queries, call.keys, call.values))
+        if error <= BOUNDS[call.output.dtype]:
+            return
+    raise KvtoolError(
+        "model-unsupported",
+        f"{name} uses a mask or bias in layer {geometry.layer} that kvtool cannot represent",
+        "its attention output does not follow from queries, keys and values by causal attention",
+    )
+
+
+class _Inputs:
+    """What each attention module was given: hidden states, to give them again, and cos and sin."""
+
+    def __init__(self) -> None:
+        self.hidden: dict[int, Tensor] = {}
+        self.tables: dict[int, Tables | None] = {}
+        self.keys: dict[int, int | None] = {}
+
+    @contextmanager
+    def kept(self, modules: dict[int, nn.Module]) -> Iterator[None]:
+        """While open, remember what every module receives."""
+
+        def keep(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.hidden[layer] = (args[0] if args else kwargs["hidden_states"]).clone()
+            given = position_embeddings_of(self_module(layer), args, kwargs)
+            self.tables[layer] = received_tables(given)
+            first = given[0] if isinstance(given, tuple | list) else given
+            self.keys[layer] = None if self.tables[layer] is None else id(first)
+            self._alive.append(given)  # an id is one object's only while it lives
+
+        def self_module(layer: int) -> nn.Module:
+            return modules[layer]
+
+        self._alive: list[Any] = []
+        handles = [
+            module.register_forward_pre_hook(lambda _, a, k, layer=layer: keep(layer, a, k), with_kwargs=True)
+            for layer, module in modules.items()
+        ]
+        try:
+            yield
+        finally:
+            self._alive.clear()
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def given_again(self, modules: dict[int, nn.Module]) -> Iterator[None]:
+        """While open, every module receives the remembered hidden states instead of its own."""
+
+        def swap(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if args:
+                return (self.hidden[layer], *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": self.hidden[layer]}
+
+        handles = [
+            module.register_forward_pre_hook(lambda _, a, k, layer=layer: swap(layer, a, k), with_kwargs=True)
+            for layer, module in modules.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def position_embeddings_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The `position_embeddings` that an attention module was called with, or None."""
+    if "position_embeddings" in kwargs:
+        return kwargs["position_embeddings"]
+    names = list(inspect.signature(module.forward).parameters)
+    if "position_embeddings" in names and names.index("position_embeddings") < len(args):
+        return args[names.index("position_embeddings")]
+    return None
+
+
+def _with_rotations(
+    model: Any, tokens: Tensor, probed: dict[int, Probed], sight: _Sight, inputs: _Inputs, limit: int | None
+) -> dict[int, Probed]:
+    """The same layers with `geometry.rotation` found; None stays where it could not be."""
+    n = tokens.shape[1]
+    shift = _SHIFT if limit is None else min(_SHIFT, limit - n)
+    if "position_ids" not in inspect.signature(model.forward).parameters or shift < 1:
+        return probed
+    shifted = _Sight()
+    modules = {layer: entry.module for layer, entry in probed.items()}
+    positions = torch.arange(n)
+    with observed(model, shifted), inputs.given_again(modules):
+        model(input_ids=tokens, position_ids=(positions + shift)[None], use_cache=True)
+    candidates, scalings = frequency_candidates(model, model.config), scaling_candidates(model)
+    done = {}
+    for layer, entry in probed.items():
+        before, after = sight.calls[layer], shifted.calls[layer]
+        pair = [before.queries], [after.queries]
+        if entry.geometry.kv_source is None:
+            pair[0].append(before.keys)
+            pair[1].append(after.keys)
+        rotation = find_rotation(
+            torch.cat(pair[0]),
+            torch.cat(pair[1]),
+            positions,
+            shift,
+            candidates,
+            scalings,
+            inputs.tables[layer],
+            before.queries.dtype,
+        )
+        done[layer] = replace(entry, geometry=replace(entry.geometry, rotation=rotation))
+    return done
