@@ -1,0 +1,157 @@
+"""Array: one stored array, written as Zarr v3 chunks and read back without trusting its metadata.
+
+Uncompressed chunks are raw bytes, so they are read by memory map; each chunk's checksum is
+compared on the way, because a damaged number looks like any other.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import zarr
+from torch import Tensor
+from zarr.codecs import Crc32cCodec, ZstdCodec
+
+from kvtool.errors import KvtoolError
+from kvtool.trace.commit import Entry
+from kvtool.trace.layout import DTYPE_ATTRIBUTE, FILL, ArrayInfo, chunk_shape, to_numpy, to_torch
+
+
+def create_group(root: Path, path: str, attributes: Mapping[str, Any]) -> None:
+    """An empty Zarr group at `root/path`."""
+    zarr.create_group(str(root / path), zarr_format=3, attributes=dict(attributes))
+
+
+def create_array(root: Path, path: str, shape: tuple[int, ...], dtype: str, logical: str, archive: bool) -> zarr.Array:
+    """An empty Zarr array at `root/path`.
+
+    Args:
+        dtype, logical: `uint16` and `bfloat16` for bfloat16 bits, else twice the same.
+        archive: zstd frames with checksums instead of raw bytes.
+    """
+    return zarr.create_array(
+        str(root / path),
+        shape=shape,
+        chunks=chunk_shape(path.rsplit("/", 1)[-1], shape),
+        dtype=dtype,
+        fill_value=FILL[dtype],
+        compressors=[ZstdCodec(level=1, checksum=True), Crc32cCodec()] if archive else [Crc32cCodec()],
+        attributes={DTYPE_ATTRIBUTE: logical} if logical == "bfloat16" else {},
+        config={"write_empty_chunks": True, "order": "C"},
+        zarr_format=3,
+    )
+
+
+def write_array(root: Path, path: str, tensor: Tensor, *, archive: bool = False) -> None:
+    """Store a tensor bit by bit."""
+    values, logical = to_numpy(tensor)
+    array = create_array(root, path, values.shape, str(values.dtype), logical, archive)
+    if values.size:
+        array[...] = values
+
+
+def write_heads(
+    root: Path,
+    path: str,
+    shape: tuple[int, int, int],
+    dtype: str,
+    logical: str,
+    head: Callable[[int], np.ndarray],
+    *,
+    archive: bool = False,
+) -> None:
+    """Store [heads, n, width], asking `head(h)` for one [n, width] at a time."""
+    array = create_array(root, path, shape, dtype, logical, archive)
+    step = array.chunks[1]
+    for h in range(shape[0]):
+        rows = head(h)
+        for start in range(0, shape[1], step):
+            array[h, start : start + step] = rows[start : start + step]
+
+
+def read_array(root: Path, info: ArrayInfo, entries: Mapping[str, Entry]) -> Tensor:
+    """A stored array as a tensor in its stored dtype, every chunk's checksum compared.
+
+    Raises:
+        KvtoolError: code `trace-damaged`, naming the chunk.
+    """
+    if info.compressed:
+        return to_torch(_read_frames(root, info, entries), info.logical)
+    out = np.empty(info.shape, dtype=info.dtype)
+    for index in np.ndindex(*info.grid):
+        name = "/".join([info.path, "c", *map(str, index)])
+        raw = _map_file(root, name, entries[name].length)
+        payload = raw[: info.chunk_bytes]
+        stored = raw[info.chunk_bytes :].tobytes() if info.checksum else b""
+        if info.checksum and google_crc32c.value(payload) != int.from_bytes(stored, "little"):
+            raise damaged(root, name, "its checksum does not match")
+        block = payload.view(info.dtype).reshape(info.chunk)
+        inside = tuple(
+            slice(i * step, min((i + 1) * step, size))
+            for i, step, size in zip(index, info.chunk, info.shape, strict=True)
+        )
+        out[inside] = block[tuple(slice(0, part.stop - part.start) for part in inside)]
+    return to_torch(out, info.logical)
+
+
+def damaged(root: Path, name: str, what: str) -> KvtoolError:
+    """The error for a file that is not what was written."""
+    return KvtoolError(
+        "trace-damaged",
+        f"{root} is damaged: {name}: {what}",
+        "kvtool inspect --verify names every damaged file; fetch or capture the trace again",
+    )
+
+
+def _map_file(root: Path, name: str, length: int) -> np.ndarray:
+    """A file's bytes as a read-only map, its length checked against the commit file."""
+    try:
+        handle = os.open(root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise damaged(root, name, f"cannot be opened ({error.strerror})") from None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != length:
+            raise damaged(root, name, f"has {status.st_size} bytes, expected {length}")
+        return np.frombuffer(mmap.mmap(handle, length, access=mmap.ACCESS_READ), dtype=np.uint8)
+    finally:
+        os.close(handle)
+
+
+def _read_frames(root: Path, info: ArrayInfo, entries: Mapping[str, Entry]) -> np.ndarray:
+    """A zstd array through Zarr, after each frame's own header agreed to the size that metadata claims."""
+    if 0 in info.shape:
+        return np.empty(info.shape, dtype=info.dtype)
+    for index in np.ndindex(*info.grid):
+        name = "/".join([info.path, "c", *map(str, index)])
+        claimed = frame_bytes(_map_file(root, name, entries[name].length)[:18].tobytes())
+        if claimed != info.chunk_bytes:
+            raise damaged(root, name, f"unpacks to {claimed} bytes, expected {info.chunk_bytes}")
+    try:
+        values = np.array(zarr.open_array(str(root / info.path), mode="r", zarr_format=3)[...], order="C")
+    except Exception as error:  # whatever a codec raises on damaged bytes
+        raise damaged(root, info.path, f"cannot be unpacked ({type(error).__name__}: {error})") from None
+    if values.shape != info.shape or str(values.dtype) != info.dtype:
+        raise damaged(root, info.path, "unpacks to another shape or dtype")
+    return values
+
+
+def frame_bytes(head: bytes) -> int | None:
+    """The unpacked size that a zstd frame declares (RFC 8878, section 3.1.1), None where it declares none."""
+    if head[:4] != b"\x28\xb5\x2f\xfd" or len(head) < 6:
+        return None
+    descriptor = head[4]
+    single, code = bool(descriptor & 0x20), descriptor >> 6
+    width = (1 if single else 0, 2, 4, 8)[code]
+    start = 5 + (0 if single else 1) + (0, 1, 2, 4)[descriptor & 3]
+    field = head[start : start + width]
+    if not width or len(field) < width:
+        return None
+    return int.from_bytes(field, "little") + (256 if width == 2 else 0)

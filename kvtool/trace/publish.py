@@ -1,0 +1,175 @@
+"""Publish: a trace is built beside its place, under a lock, and appears there by one rename.
+
+Beside `run.zarr` a writer keeps `run.zarr.lock` (held by flock, so it dies with the process) and
+builds `run.zarr.partial-<pid>`. An older trace is renamed to `run.zarr.replaced-<pid>`, the new
+one is renamed in, and only then the older one is deleted: no moment exists at which the place
+holds half a trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtool.errors import KvtoolError
+from kvtool.trace.layout import COMMIT
+
+WRITING = ".writing"
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals into one clear error about `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise KvtoolError(
+                "disk-full",
+                f"the disk is full (or a quota or file size limit is reached) while writing {path}: {error.strerror}",
+                "free some space; --layers, --queries and --dtype make a trace smaller, --dry-run says its size",
+            ) from error
+        raise KvtoolError("write-failed", f"cannot write {path}: {error.strerror or error}") from error
+
+
+def fsync_folder(path: Path) -> None:
+    """Make the names inside a folder survive a power loss."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def fsync_file(path: Path) -> None:
+    """Make a file's bytes survive a power loss."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_durably(path: Path, raw: bytes) -> None:
+    """Write a small file so that it is there whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    fsync_folder(path.parent)
+
+
+def siblings(path: Path, kind: str) -> list[Path]:
+    """Folders `<name>.<kind>-<pid>` beside `path`, oldest first."""
+    pattern = re.compile(re.escape(f"{path.name}.{kind}-") + r"\d+\Z")
+    parent = path.parent
+    found = [entry for entry in parent.iterdir() if pattern.match(entry.name)] if parent.is_dir() else []
+    return sorted(found, key=lambda entry: (entry.stat().st_mtime, entry.name))
+
+
+class Publication:
+    """One attempt to write a trace at `path`.
+
+    Args:
+        path: where the finished trace shall appear.
+        force: replace a trace that is already there.
+
+    Raises:
+        KvtoolError: `output-exists`, `trace-locked`, `disk-full` or `write-failed`.
+    """
+
+    def __init__(self, path: Path, *, force: bool) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.partial = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        self._lock_path = self.path.with_name(self.path.name + ".lock")
+        if not self.path.parent.is_dir():
+            raise KvtoolError("file-missing", f"the folder {self.path.parent} does not exist", "create it first")
+        with writing(self.path):
+            self._lock = self._take_lock()
+        try:
+            with writing(self.path):
+                self._clear_leftovers()
+                self._refuse_existing(force)
+                (self.partial / WRITING).mkdir(parents=True)
+                fsync_folder(self.path.parent)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _take_lock(self) -> int:
+        while True:
+            handle = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The former holder may have unlinked the file between our open and our flock.
+                if os.path.exists(self._lock_path) and os.path.samestat(os.fstat(handle), os.stat(self._lock_path)):
+                    os.ftruncate(handle, 0)
+                    os.write(handle, f"{os.getpid()}\n".encode())
+                    return handle
+                os.close(handle)
+            except BlockingIOError:
+                owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
+                os.close(handle)
+                raise KvtoolError(
+                    "trace-locked",
+                    f"another process (pid {owner}) is writing {self.path}",
+                    "wait for it, or write to another place with -o",
+                ) from None
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.close(handle)
+                raise
+
+    def _clear_leftovers(self) -> None:
+        """Remove what dead writers left. We hold the lock, so nobody alive owns any of it."""
+        replaced = siblings(self.path, "replaced")
+        if replaced and not self.path.exists():
+            replaced.pop().rename(self.path)  # killed between its two renames: the older trace comes back
+        for leftover in [*replaced, *siblings(self.path, "partial")]:
+            shutil.rmtree(leftover)
+
+    def _refuse_existing(self, force: bool) -> None:
+        if not (self.path.exists() or self.path.is_symlink()):
+            return
+        if not force:
+            raise KvtoolError("output-exists", f"{self.path} is already there", "--force replaces it")
+        if self.path.is_symlink() or not (self.path / COMMIT).is_file():
+            raise KvtoolError(
+                "output-exists", f"{self.path} is there and is no trace, so it is not replaced", "choose another -o"
+            )
+
+    def publish(self) -> None:
+        """Rename the finished trace into its place. Its files and folders must be fsynced already."""
+        with writing(self.path):
+            shutil.rmtree(self.partial / WRITING)
+            fsync_folder(self.partial)
+            replaced = self.path.with_name(f"{self.path.name}.replaced-{os.getpid()}")
+            had_older = self.path.exists()
+            if had_older:
+                self.path.rename(replaced)
+            self.partial.rename(self.path)
+            fsync_folder(self.path.parent)
+            if had_older:
+                shutil.rmtree(replaced)
+        self._release()
+
+    def abandon(self) -> None:
+        """Remove everything this attempt wrote; the place itself stays as it was."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                self._lock_path.unlink()
+            os.close(self._lock)
+            self._lock = -1
