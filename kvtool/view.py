@@ -83,6 +83,22 @@ class View:
         """[Hk, N, Dv]."""
         return self._rows(self._layer.values)
 
+    @property
+    def output_projection(self) -> Tensor:
+        """[H, Dv, M], weights of the model: the same at every step.
+
+        Raises:
+            KvtoolError: code `trace-lacks`.
+        """
+        projection = self._layer.output_projection
+        if projection is None:
+            raise KvtoolError(
+                "trace-lacks",
+                f"layer {self.geometry.layer} has no output projection in this trace",
+                "capture without --no-output-projection, or choose a policy that needs none",
+            )
+        return projection
+
     def positions(self, rows: Tensor) -> Tensor:
         """Rotary positions of `rows` (any shape), all before the event."""
         self._refuse_future(int(rows.max()) + 1 if rows.numel() else 0)

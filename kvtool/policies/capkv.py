@@ -1,0 +1,30 @@
+"""CapKV: leverage of values weighted by their keys' agreement with the expected query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvtool.policies.capacity import Capacity
+from kvtool.policies.capacity_weights import Relevance, Response
+
+
+@dataclass(frozen=True)
+class CapKV(Capacity):
+    """Weighs a token by exp(tau·cosine) of its key and the expected query, and keeps what adds most to the log-det
+    capacity of the weighted values.
+
+    Paper: Rethinking KV Cache Eviction via a Unified Information-Theoretic Objective, 2604.25975.
+    Deviations: as kvpress's CapPress: cosine instead of the dot product, the maximum subtracted,
+    the mean query turned to future positions, the first 4 tokens kept. The published weights are
+    `relevance=exp_dot,shift=none,exclude_first=0,exclude_statistics=0`. Cost: as `Capacity`.
+
+    Parameters are those of `Capacity`.
+    """
+
+    relevance: Relevance = "exp_cosine"
+    tau: float = 5.0
+    sensitivity: Literal["saturating", "none"] = "none"
+    response: Response = "none"
+    weight_eps: float = 1e-6
+    exclude_first: int = 4

@@ -1,0 +1,40 @@
+"""KeyDiff: keep the keys that differ from the mean key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtool.policies.parameters import check_choices
+from kvtool.policies.policy import Policy
+from kvtool.view import View
+
+
+@dataclass(frozen=True)
+class KeyDiff(Policy):
+    """Keeps keys that point away from the average key, so that the cache stays diverse. Looks at no query.
+
+    With the normalised anchor the order is that of the summed cosine to all other keys.
+    Paper: KeyDiff: Key Similarity-Based KV Cache Eviction, 2504.15364. Deviations: one event over
+    all candidates (as in kvpress), where the paper evicts block by block; its reserved recent
+    tokens are the run's own window. Cost: O(Hk·N·D).
+
+    Attributes:
+        anchor: `normalised` averages unit keys, `raw` averages the keys themselves.
+    """
+
+    anchor: Literal["normalised", "raw"] = "normalised"
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+
+    def score(self, state: Any, view: View) -> Tensor:
+        """[Hk, N], minus the cosine to the anchor. A key of length zero has cosine 0."""
+        keys = view.keys
+        averaged = functional.normalize(keys, dim=-1) if self.anchor == "normalised" else keys
+        mean = averaged.mean(1, keepdim=True, dtype=torch.float64).to(keys.dtype)
+        return -functional.cosine_similarity(keys, mean, dim=-1)
