@@ -1,0 +1,23 @@
+"""Metrics: what eviction did to attention, and how old the tokens are that stayed."""
+
+from kvtool.metrics.ages import AGE_COLUMNS, ages
+from kvtool.metrics.mass_regret import mass_regret
+from kvtool.metrics.metric import Column, Metric, mean_over_sequences, nullable
+from kvtool.metrics.step_errors import StepErrors, evaluate_layer, measure
+from kvtool.metrics.table import BUILT_IN, built_in_metrics, columns
+
+__all__ = [
+    "AGE_COLUMNS",
+    "BUILT_IN",
+    "Column",
+    "Metric",
+    "StepErrors",
+    "ages",
+    "built_in_metrics",
+    "columns",
+    "evaluate_layer",
+    "mass_regret",
+    "mean_over_sequences",
+    "measure",
+    "nullable",
+]

@@ -1,0 +1,190 @@
+"""StepErrors: what one cell did to one layer at every evaluated step, before any metric sums it up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvtool.errors import KvtoolError
+from kvtool.kernels.retained_attention.reference import CellBlock, retained_attention
+from kvtool.layer import Layer
+from kvtool.retained import RetainedSet
+
+Evaluate = Literal["live", "pool"]
+
+
+@dataclass(frozen=True, eq=False)
+class StepErrors:
+    """One layer, one cell, n evaluated steps; float64. f_V is the output over all visible tokens, f_R over
+    the retained ones, e = f_V - f_R, all before the output projection.
+
+    Attributes:
+        steps: [n] int64.
+        squared_error: [H, n] |e|^2.
+        squared_output: [H, n] |f_V|^2.
+        mass: [H, n] share of attention that the evicted tokens had.
+        gap: [H, n] |fE - f_R|, fE the weighted mean of the evicted values; NaN where nothing visible is evicted.
+        cosine: [H, n] 1 - cos(f_V, f_R); NaN where either is zero.
+        layer_squared_error, layer_squared_output: [n] the first two for sum over heads of W_O f,
+            biases left out; None without an output projection.
+        future_mass: [Hk, T] attention that each row gets from the evaluated steps, weights over all
+            visible tokens, summed over the group's query heads; None where it was not computed.
+    """
+
+    steps: Tensor
+    squared_error: Tensor
+    squared_output: Tensor
+    mass: Tensor
+    gap: Tensor
+    cosine: Tensor
+    layer_squared_error: Tensor | None = None
+    layer_squared_output: Tensor | None = None
+    future_mass: Tensor | None = None
+
+
+def evaluate_layer(
+    layer: Layer,
+    retained: list[RetainedSet],
+    steps: Tensor,
+    *,
+    mode: Evaluate = "live",
+    future_mass: Tensor | None = None,
+    block: int | None = None,
+) -> list[StepErrors]:
+    """Every cell of one layer, in one pass over its queries, keys and values.
+
+    Args:
+        retained: one retained set per cell.
+        steps: [n] int64 steps to evaluate, each with a stored query.
+        mode: `live`, every step sees its live set, new tokens included; `pool`, every step sees the
+            candidates of the one event, all of them, and nothing else.
+        future_mass: [Hk, T] as in `StepErrors`.
+
+    Raises:
+        KvtoolError: `trace-lacks` for a step without a query, `not-finite` for NaN in the trace,
+            `usage` for `pool` with several events or cells whose candidates differ.
+    """
+    geometry = layer.geometry
+    found = torch.searchsorted(layer.query_steps, steps).clamp_max(layer.query_steps.numel() - 1)
+    if not torch.equal(layer.query_steps[found], steps):
+        raise KvtoolError("trace-lacks", f"layer {geometry.layer} lacks the query of a step that is to be evaluated")
+    rows = torch.arange(layer.tokens)
+    first_visible = geometry.first_visible(steps)
+    if mode == "pool":
+        rows, first_visible = _pool(retained), torch.zeros_like(steps)
+    whole = rows.numel() == layer.tokens
+    blocks = retained_attention(
+        layer.queries[:, found],
+        layer.keys if whole else layer.keys[:, rows],
+        layer.values if whole else layer.values[:, rows],
+        torch.stack([r.evict_step if whole else r.evict_step[:, rows] for r in retained]),
+        steps=steps,
+        rows=rows,
+        first_visible=first_visible,
+        scale=geometry.scale,
+        softcap=geometry.softcap,
+        sink_logits=geometry.sink_logits,
+        block=block,
+    )
+    return measure(
+        blocks, steps, len(retained), projection=layer.output_projection, future_mass=future_mass, layer=geometry.layer
+    )
+
+
+def _pool(retained: list[RetainedSet]) -> Tensor:
+    """The candidates [N] of the one event that all cells share."""
+    pools = []
+    for cell in retained:
+        if len(cell.events) != 1:
+            raise KvtoolError("usage", f"--evaluate pool speaks of one event, and this run has {len(cell.events)}")
+        candidates = cell.events[0].candidates
+        pools.append(candidates if candidates.ndim == 1 else candidates[0])
+    if not pools or any(not torch.equal(pool, pools[0]) for pool in pools):
+        raise KvtoolError("usage", "--evaluate pool needs cells that share one event")
+    return pools[0]
+
+
+def measure(
+    blocks: Iterable[CellBlock],
+    steps: Tensor,
+    cells: int,
+    *,
+    projection: Tensor | None = None,
+    future_mass: Tensor | None = None,
+    layer: int | None = None,
+) -> list[StepErrors]:
+    """Collect the kernel's blocks of one layer into one StepErrors per cell. Sums are float64.
+
+    Args:
+        blocks: of all cells over all `steps`, cells of a block together.
+        steps: [n].
+        projection: [H, Dv, M] output projection without bias, or None.
+        layer: its id, for the message.
+
+    Raises:
+        KvtoolError: code `not-finite` where attention over all visible tokens is NaN or infinite.
+    """
+    count = int(steps.numel())
+    collected: list[StepErrors | None] = [None] * cells
+    rows: slice | None = None
+    squared_full, projected_full = torch.empty(0), None
+    for block in blocks:
+        if block.rows != rows:
+            rows, squared_full = block.rows, block.full.to(torch.float64).square().sum(-1)  # [H, b]
+            projected_full = None if projection is None else _project(block.full, projection)
+            if not bool(torch.isfinite(squared_full).all()):
+                where = "" if layer is None else f" in layer {layer}"
+                raise KvtoolError(
+                    "not-finite",
+                    f"attention over all visible tokens is NaN or infinite{where}",
+                    "kvtool inspect --verify recomputes the stored output sample",
+                )
+        into = collected[block.cell]
+        if into is None:
+            into = collected[block.cell] = _blank(steps, int(block.full.shape[0]), count, projection, future_mass)
+        error, output = block.error.to(torch.float64), block.retained.to(torch.float64)
+        into.squared_error[:, rows] = error.square().sum(-1)
+        into.squared_output[:, rows] = squared_full
+        into.mass[:, rows] = block.mass.to(torch.float64)
+        into.gap[:, rows] = block.gap.to(torch.float64)
+        into.cosine[:, rows] = _cosine_distance(block.full.to(torch.float64), output)
+        if into.layer_squared_error is not None and into.layer_squared_output is not None:
+            assert projection is not None
+            into.layer_squared_error[rows] = _project(block.error, projection)
+            into.layer_squared_output[rows] = projected_full
+    done = [cell for cell in collected if cell is not None]
+    if len(done) != cells:
+        raise AssertionError(f"blocks of {len(done)} cells, expected {cells}")
+    return done
+
+
+def _blank(steps: Tensor, heads: int, count: int, projection: Tensor | None, future_mass: Tensor | None) -> StepErrors:
+    """Everything NaN, so that a step that was forgotten shows."""
+
+    def nothing(*shape: int) -> Tensor:
+        return torch.full(shape, float("nan"), dtype=torch.float64)
+
+    error, output, mass, gap, cosine = (nothing(heads, count) for _ in range(5))
+    layer_error, layer_output = (None if projection is None else nothing(count) for _ in range(2))
+    return StepErrors(steps, error, output, mass, gap, cosine, layer_error, layer_output, future_mass)
+
+
+def _project(vectors: Tensor, projection: Tensor) -> Tensor:
+    """|sum over heads of W_O f|^2 [b] for f [H, b, Dv]: heads are summed before the norm."""
+    heads, count, value_dim = vectors.shape
+    flat = vectors.transpose(0, 1).reshape(count, heads * value_dim)
+    projected = flat @ projection.reshape(heads * value_dim, -1).to(flat.dtype)  # [b, M]
+    return projected.to(torch.float64).square().sum(-1)
+
+
+def _cosine_distance(a: Tensor, b: Tensor) -> Tensor:
+    """1 - cos(a, b) over the last axis as half the squared distance of the directions.
+
+    That form is exactly 0 for equal vectors and never negative; NaN where either vector is zero.
+    """
+    difference = a / a.norm(dim=-1, keepdim=True) - b / b.norm(dim=-1, keepdim=True)
+    return difference.square().sum(-1) / 2
