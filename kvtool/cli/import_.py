@@ -13,6 +13,23 @@ def command(
     force: bool = typer.Option(False, "--force", help="Replace a trace that is already there."),
 ) -> None:
     """Turn queries, keys and values dumped by any engine into a trace."""
-    from kvtool.trace.dump import import_dump
+    from kvtool.cli.console import answer, hint
+    from kvtool.cli.trace_tables import size
+    from kvtool.trace import open_trace
+    from kvtool.trace.import_dump import import_dump
+    from kvtool.trace.recompute import accuracy_error, recompute
 
     import_dump(dump, output, force=force)
+    trace = open_trace(output)
+    tokens = sum(sequence.length for sequence in trace.sequences)
+    answer(
+        f"{output}: {len(trace.sequences)} sequences, {tokens} tokens, {len(trace.layer_ids)} layers, "
+        f"{size(trace.total_bytes)}"
+    )
+    results = list(recompute(trace))
+    wrong = accuracy_error(trace, results)
+    if wrong is not None:
+        hint("warning", f"{wrong.message}: {wrong.hint}")
+    elif any(row.error is None for row in results):
+        hint("note", "layers without output_sample could not be checked against the engine's own output")
+    hint("next", f"kvtool inspect {output} --verify" if wrong else f"kvtool replay {output} -p snapkv -r 0.5")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -13,6 +14,75 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead of tables."),
 ) -> None:
     """Show model, sequences, layers and sizes of a trace, and which policies it can serve."""
+    from kvtool.cli import trace_tables as tables
+    from kvtool.cli.console import answer, hint, json_answer
+    from kvtool.replay.serving import serving
     from kvtool.trace import open_trace
+    from kvtool.trace.summary import summary
 
-    open_trace(trace)
+    document: dict[str, Any] = {"schema": "kvtool.inspect/1"}
+    checked = _check_bytes(trace, document, as_json) if verify else None
+    opened = open_trace(trace)
+    found = summary(opened)
+    document.update(found)
+    document["serving"] = [
+        {"name": row.name, "kind": row.kind, "ok": row.ok, "reason": row.reason} for row in serving(opened)
+    ]
+    wrong = _check_numbers(opened, document) if verify else None
+    document["warnings"] = []
+    if as_json:
+        json_answer(document)
+    else:
+        answer(tables.head_table(found), "", tables.sequence_table(found), "", tables.layer_table(found), "")
+        answer(tables.serving_table(document["serving"]))
+        if checked is not None:
+            answer("", f"bytes: all {checked} files are as written", "")
+            answer(tables.recompute_table(document["verify"]["recompute"]))
+    if wrong is not None:
+        raise wrong
+    hint("next", f"kvtool replay {trace} -p snapkv -r 0.5" if verify else f"kvtool inspect {trace} --verify")
+
+
+def _check_bytes(trace: Path, document: dict[str, Any], as_json: bool) -> int:
+    """Compare all bytes and return how many files that were; damage is printed whole, then raised."""
+    from kvtool.cli import trace_tables as tables
+    from kvtool.cli.console import answer, json_answer, progress_on_terminal
+    from kvtool.trace.verify import damage_error, verify_bytes
+
+    with progress_on_terminal("verify") as progress:
+        report = verify_bytes(trace, progress)
+    damage = [{"path": row.path, "what": row.what} for row in report.damage]
+    document["verify"] = {"files": report.files, "bytes": report.total_bytes, "damage": damage}
+    if damage:
+        if as_json:
+            json_answer({**document, "path": str(trace)})
+        else:
+            answer(tables.damage_table(damage))
+        raise damage_error(trace, report)
+    return report.files
+
+
+def _check_numbers(opened: Any, document: dict[str, Any]) -> Exception | None:
+    """Recompute attention; the error to raise after the answer was printed, or None."""
+    from kvtool.cli.console import progress_on_terminal
+    from kvtool.trace.recompute import accuracy_error, dtypes, recompute
+
+    with progress_on_terminal("recompute") as progress:
+        results = list(recompute(opened, progress))
+    run, stored = dtypes(opened)
+    document["verify"].update(
+        run_dtype=run,
+        stored_dtype=stored,
+        recompute=[
+            {
+                "sequence": row.sequence,
+                "layer": row.layer,
+                "steps": row.steps,
+                "error": row.error if row.error != float("inf") else 1e308,
+                "bound": row.bound,
+                "ok": row.ok,
+            }
+            for row in results
+        ],
+    )
+    return accuracy_error(opened, results)

@@ -216,11 +216,16 @@ class SequenceWriter:
             raise KvtoolError("internal", f"layer {layer} reads the keys of layer {geometry.kv_source}; it has none")
         if (keys is None) != (values is None) or (queries is None) != (query_steps is None):
             raise KvtoolError("internal", "keys come with values, and queries with query_steps")
-        expect_shapes(
-            keys=(keys, f"{geometry.kv_heads} n {geometry.key_dim}"),
-            values=(values, f"{geometry.kv_heads} n {geometry.value_dim}"),
-        )
-        expect_shapes(queries=(queries, f"{geometry.query_heads} n {geometry.key_dim}"), query_steps=(query_steps, "n"))
+        try:
+            expect_shapes(
+                keys=(keys, f"{geometry.kv_heads} n {geometry.key_dim}"),
+                values=(values, f"{geometry.kv_heads} n {geometry.value_dim}"),
+            )
+            expect_shapes(
+                queries=(queries, f"{geometry.query_heads} m {geometry.key_dim}"), query_steps=(query_steps, "m")
+            )
+        except KvtoolError as error:
+            raise KvtoolError(error.code, f"layer {layer} of sequence {self.index}: {error.message}") from None
         with writing(self._trace.path):
             for name, block in (("keys", keys), ("values", values), ("queries", queries)):
                 if block is not None:
