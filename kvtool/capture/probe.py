@@ -40,12 +40,14 @@ class Probed:
         module: its attention module.
         projection: the linear map W_O, or None where something stands between.
         tables_key: layers with the same key receive the same cos and sin objects; None: none received.
+        sine_first: whether it receives (sin, cos) rather than (cos, sin).
     """
 
     geometry: Geometry
     module: nn.Module
     projection: nn.Module | None
     tables_key: int | None
+    sine_first: bool
 
     def output_projection(self) -> Tensor | None:
         """[H, Dv, M] in the run's dtype, or None."""
@@ -111,7 +113,13 @@ def probe(model: Any) -> dict[int, Probed]:
     for layer, call in sorted(sight.calls.items()):
         geometry = _geometry(name, call, config, sight.calls)
         _check_output(name, geometry, call)
-        probed[layer] = Probed(geometry, call.module, find_projection(traffic[layer], call.output), inputs.keys[layer])
+        probed[layer] = Probed(
+            geometry,
+            call.module,
+            find_projection(traffic[layer], call.output),
+            inputs.keys[layer],
+            inputs.sine_first[layer],
+        )
     return _with_rotations(model, tokens, probed, sight, inputs, limit)
 
 
@@ -190,6 +198,7 @@ class _Inputs:
         self.hidden: dict[int, Tensor] = {}
         self.tables: dict[int, Tables | None] = {}
         self.keys: dict[int, int | None] = {}
+        self.sine_first: dict[int, bool] = {}
 
     @contextmanager
     def kept(self, modules: dict[int, nn.Module]) -> Iterator[None]:
@@ -198,7 +207,9 @@ class _Inputs:
         def keep(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.hidden[layer] = (args[0] if args else kwargs["hidden_states"]).clone()
             given = position_embeddings_of(self_module(layer), args, kwargs)
-            self.tables[layer] = received_tables(given)
+            tables = received_tables(given)
+            self.sine_first[layer] = tables is not None and tables.sine_first
+            self.tables[layer] = tables.swapped() if tables is not None and tables.sine_first else tables
             first = given[0] if isinstance(given, tuple | list) else given
             self.keys[layer] = None if self.tables[layer] is None else id(first)
             self._alive.append(given)  # an id is one object's only while it lives

@@ -1,0 +1,104 @@
+"""Run the model: feed tokens through its cache, pick the next one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the next token is picked: greedy at temperature 0, else drawn.
+
+    Attributes:
+        temperature: divides the logits.
+        top_k, top_p: candidates are cut to the k likeliest, then to the smallest set of mass p.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def pick(self, logits: Tensor, generator: torch.Generator) -> int:
+        """The next token from logits [V]."""
+        if not self.temperature:
+            return int(logits.argmax())
+        logits = logits.to(torch.float32).cpu() / self.temperature
+        order = logits.sort(descending=True, stable=True)
+        probabilities = order.values[: self.top_k].softmax(-1)
+        if self.top_p is not None:
+            # The token that crosses p still belongs to the set.
+            probabilities = probabilities.masked_fill(probabilities.cumsum(-1) - probabilities >= self.top_p, 0.0)
+        return int(order.indices[int(torch.multinomial(probabilities, 1, generator=generator))])
+
+
+class Feed:
+    """One sequence of a model: a growing cache, fed in chunks.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        chunk: most tokens of one forward, or None for no limit.
+        around: context manager put around each forward, given its number of tokens.
+        progress: called with the number of tokens after each forward.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        chunk: int | None = None,
+        around: Callable[[int], AbstractContextManager[None]] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._model, self._chunk = model, chunk
+        self._around = around or (lambda n: nullcontext())
+        self._progress = progress or (lambda n: None)
+        names = inspect.signature(model.forward).parameters
+        self._cache_name = next((name for name in ("cache", "past_key_values") if name in names), None)
+        # Logits of a long prompt are larger than everything else, and only the last row matters.
+        self._options: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in names:
+            self._options["logits_to_keep"] = 1
+        self._cache: Any = None
+        self.length = 0
+
+    @torch.no_grad()
+    def push(self, tokens: list[int]) -> Tensor:
+        """Run `tokens`; returns the logits [V] behind the last of them."""
+        step = self._chunk or len(tokens)
+        logits: Tensor | None = None
+        for start in range(0, len(tokens), step):
+            part = tokens[start : start + step]
+            cache = {} if self._cache is None or self._cache_name is None else {self._cache_name: self._cache}
+            with self._around(len(part)):
+                output = self._model(input_ids=torch.tensor([part]), **cache, **self._options)
+            self._cache = output.get("cache", output.get("past_key_values"))
+            logits = output.logits[0, -1]
+            self.length += len(part)
+            self._progress(len(part))
+        assert logits is not None
+        return logits
+
+
+def generate(
+    feed: Feed, prompt: list[int], new_tokens: int, stop: frozenset[int], decoding: Decoding, seed: int
+) -> Iterator[int]:
+    """Feed the prompt, then yield each new token once its keys and values are computed.
+
+    The last token is fed like the others and its logits discarded, so that every yielded token
+    is in the cache. A token of `stop` is fed, yielded and ends the run.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = feed.push(prompt)
+    for _ in range(new_tokens):
+        token = decoding.pick(logits, generator)
+        logits = feed.push([token])
+        yield token
+        if token in stop:
+            return
