@@ -186,5 +186,5 @@ def _cosine_distance(a: Tensor, b: Tensor) -> Tensor:
 
     That form is exactly 0 for equal vectors and never negative; NaN where either vector is zero.
     """
-    difference = a / a.norm(dim=-1, keepdim=True) - b / b.norm(dim=-1, keepdim=True)
-    return difference.square().sum(-1) / 2
+    difference: Tensor = a / a.norm(dim=-1, keepdim=True) - b / b.norm(dim=-1, keepdim=True)
+    return difference.square().sum(-1).div(2)
