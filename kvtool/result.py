@@ -37,7 +37,8 @@ PLACE = {
     "ages": {"layer": pa.int32(), "kv_head": pa.int32()},
     "evict_steps": {"layer": pa.int32(), "kv_head": pa.int32()},
 }
-COUNTS = {"candidates", "ties", "undefined_steps"}
+# Whole numbers, summed where entries are put together.
+COUNTS = ("ties", "undefined_heads", "undefined_layers", "undefined_steps")
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +25,12 @@ class Part:
     Attributes:
         tables: `layers`, `rows`, `ages`, `evict_steps` as lists of entries or Arrow tables.
         partials: what each metric stored, per cell.
-        notes: sentences for the user.
+        notes: what the user should know, as `kvtool.replay.notes` writes and reads them.
     """
 
     tables: dict[str, Any]
     partials: Partials
-    notes: list[str] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Store:
@@ -58,7 +59,7 @@ class Store:
         import torch
 
         tables = {n: read_parquet(path / f"{n}.parquet") for n in ("layers", "rows", "ages", "evict_steps")}
-        notes = (path / "notes.txt").read_text().splitlines()
+        notes = json.loads((path / "notes.json").read_text())
         partials: Partials = []
         with np.load(path / "partials.npz", allow_pickle=False) as archive:
             for entry in archive.files:
@@ -89,7 +90,7 @@ class Store:
             }
             np.savez(buffer, **arrays)  # type: ignore[arg-type]
             write_atomically(temporary / "partials.npz", buffer.getvalue())
-            write_atomically(temporary / "notes.txt", "\n".join(part.notes).encode())
+            write_atomically(temporary / "notes.json", json.dumps(part.notes).encode())
             os.rename(temporary, path)
         except OSError as error:
             raise unwritable(path, error) from error

@@ -12,11 +12,12 @@ from typing import Any
 from kvtool.errors import KvtoolError
 from kvtool.manifest import digest, environment
 from kvtool.metrics import built_in_metrics
+from kvtool.replay.notes import sentences
 from kvtool.replay.parts import Part, Partials, Store
 from kvtool.replay.plan import Plan, make_plan
 from kvtool.replay.serving import missing_for
 from kvtool.replay.unit import METRICS, run_unit
-from kvtool.result import Result, concatenate, table_of
+from kvtool.result import COUNTS, Result, concatenate, table_of
 from kvtool.trace import Sequence, Trace, open_trace
 
 Progress = Callable[[int, int, str], None]
@@ -83,7 +84,8 @@ def replay(
             if store:
                 store.save(name, key, part)
         parts.append((sequence.index, part))
-    warnings += list(dict.fromkeys(note for _, part in parts for note in part.notes))
+    evicting = sum(not policy.keeps_all for _, policy in plan.policies)
+    warnings += sentences([note for _, part in parts for note in part.notes], evicting, len(work))
     result = _gather(opened, plan, work, parts, warnings)
     if store and output is not None:
         result.save(output)
@@ -207,7 +209,7 @@ def _cells(plan: Plan, parts: list[tuple[int, Part]]) -> list[dict[str, Any]]:
             if column in key or column in ("sequence", "oracle"):
                 continue
             known = [entry[column] for entry in per_sequence if entry[column] is not None]
-            mean[column] = sum(known) if column == "ties" else (fmean(known) if known else None)
+            mean[column] = sum(known) if column in COUNTS else (fmean(known) if known else None)
         entries += [*per_sequence, mean]
     return entries
 

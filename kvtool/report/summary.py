@@ -9,6 +9,8 @@ from typing import Any
 
 from kvtool.result import Result
 
+CONTROLS = ("full", "random")
+
 
 @dataclass(frozen=True)
 class Line:
@@ -47,8 +49,13 @@ class Section:
 
     @property
     def best(self) -> Line | None:
-        """The best policy that reads no future and is no control."""
-        return next((ln for ln in self.lines if not ln.oracle and ln.policy != "full" and ln.error is not None), None)
+        """The best policy that reads no future and is no control; None where none is measured."""
+        return next((ln for ln in self.contenders if ln.error is not None), None)
+
+    @property
+    def contenders(self) -> list[Line]:
+        """Policies that could be deployed: no oracle, no control."""
+        return [ln for ln in self.lines if not ln.oracle and ln.policy not in CONTROLS]
 
     def line(self, policy: str) -> Line | None:
         return next((ln for ln in self.lines if ln.policy == policy), None)
@@ -115,18 +122,21 @@ def verdicts(result: Result) -> list[str]:
     """One sentence per ratio: which policy wins, and by how much over the runner-up and over random."""
     said = []
     for section in sections(result):
-        best = section.best
+        best, random = section.best, section.line("random")
         if best is None or best.error is None:
-            said.append(f"{section.asked}: no policy has a defined error")
+            said.append(f"{section.asked}: no policy besides the controls and oracles was measured")
+            continue
+        chance = random.error if random else None
+        if chance is not None and best.error >= chance:
+            said.append(
+                f"{section.asked}: no policy does better than random ({chance:.4f}); {best.policy} has {best.error:.4f}"
+            )
             continue
         text = f"{section.asked}: {best.policy} keeps attention's output best, error {best.error:.4f}"
-        random = section.line("random")
-        if random is not None and random is not best and random.error is not None and best.error > 0:
-            text += f", {random.error / best.error:.1f}x below random"
-        others = [
-            ln for ln in section.lines if not ln.oracle and ln is not best and ln.policy not in ("full", "random")
-        ]
-        if others and others[0].error is not None:
+        if chance is not None and best.error > 0:
+            text += f", {chance / best.error:.1f}x below random"
+        others = [ln for ln in section.contenders if ln is not best and ln.error is not None]
+        if others:
             text += f"; next {others[0].policy} {others[0].error:.4f}"
         said.append(text)
     return said

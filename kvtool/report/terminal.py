@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +23,7 @@ def _line(table: Table, line: Line, best: bool) -> None:
         name.append("  best", style="bold")
     spread = "-" if line.low is None else f"{_number(line.low)} … {_number(line.high)}"
     worst = "-" if line.worst is None else f"{line.worst[2]:.3f} at {line.worst[0]}.{line.worst[1]}"
-    kept = "-" if line.achieved is None else f"{line.achieved:g} of {line.candidates:g}"
+    kept = "-" if line.achieved is None else f"{line.achieved:.6g} of {line.candidates:.6g}"
     table.add_row(
         name,
         _number(line.error),
@@ -51,7 +50,7 @@ def replay_table(result: Result) -> list[Any]:
         ),
         caption_justify="left",
     )
-    for name in ("policy", "error", "layers: least … most", "worst head", "mass", "regret", "kept", "ties"):
+    for name in ("policy", "error", "layers: least … most", "worst head", "mass", "regret", "kept (mean)", "ties"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for section in sections(result):
         table.add_section()
@@ -87,7 +86,7 @@ def policy_page(policy: dict[str, Any]) -> list[Any]:
     needs = ", ".join(policy["needs"]) or "keys and values only"
     return [
         Text(policy["name"], style="bold"),
-        Markdown(policy["text"]),
+        Text(policy["text"]),
         table,
         Text(f"needs: {needs}" + ("; reads the future (oracle)" if policy["oracle"] else "")),
     ]

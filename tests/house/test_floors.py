@@ -52,7 +52,8 @@ def imports_of(path: Path) -> list[str]:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found.append(node.module)
+            inside = [f"kvtool.{alias.name}" for alias in node.names]
+            found += inside if node.module == "kvtool" else [node.module]
     return found
 
 

@@ -1,0 +1,63 @@
+"""Notes: what a reader of the numbers must know, gathered from all units into a few sentences."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Literal
+
+from kvtool.replay.plan import Cell
+from kvtool.retained import RetainedSet
+
+Kind = Literal["overfull", "no-effect"]
+
+
+def note_unit(cell: Cell, retained: RetainedSet, sequence: int, layer: int) -> list[dict[str, Any]]:
+    """The notes on one cell of one unit, as plain values."""
+    (event,) = retained.events
+    kinds: list[Kind] = []
+    if event.overfull:
+        kinds.append("overfull")
+    asked = cell.budget.ratio is None or cell.budget.ratio > 0
+    if asked and not cell.policy.keeps_all and bool((retained.evict_step == retained.tokens).all()):
+        kinds.append("no-effect")
+    return [
+        {
+            "kind": kind,
+            "policy": cell.label,
+            "asked": f"ratio {cell.budget}" if cell.budget.ratio is not None else f"budget {cell.budget.tokens}",
+            "allowed": int(event.budget.min()),
+            "sequence": sequence,
+            "layer": layer,
+        }
+        for kind in kinds
+    ]
+
+
+def sentences(notes: list[dict[str, Any]], policies: int, units: int) -> list[str]:
+    """One sentence per kind and budget.
+
+    Args:
+        policies: how many policies could have been noted (all but those that keep everything).
+        units: how many (sequence, layer) pairs were replayed.
+    """
+    grouped: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for note in notes:
+        grouped[note["kind"], note["asked"]][note["policy"]].append(note)
+    said = []
+    for (kind, asked), by_policy in grouped.items():
+        alike: dict[frozenset[tuple[int, int]], list[str]] = defaultdict(list)
+        for policy, members in by_policy.items():
+            alike[frozenset((m["sequence"], m["layer"]) for m in members)].append(policy)
+        for places, names in alike.items():
+            who = "every policy" if len(names) == policies else ", ".join(names)
+            where = f"{len(places)} of {units} (sequence, layer) pairs"
+            if kind == "overfull":
+                allowed = [m["allowed"] for name in names for m in by_policy[name]]
+                tokens = f"{min(allowed)}" if min(allowed) == max(allowed) else f"{min(allowed)} to {max(allowed)}"
+                said.append(
+                    f"{asked}: protection exceeds the budget of {tokens} tokens for {who} in {where}; "
+                    "sinks were kept first, then the newest, so scores decided nothing there"
+                )
+            else:
+                said.append(f"{asked}: {who} had no effect in {where}: the budget covers every candidate")
+    return said
