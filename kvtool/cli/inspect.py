@@ -78,7 +78,7 @@ def _check_numbers(opened: Any, document: dict[str, Any]) -> Exception | None:
                 "sequence": row.sequence,
                 "layer": row.layer,
                 "steps": row.steps,
-                "error": row.error if row.error != float("inf") else 1e308,
+                "error": None if row.error == float("inf") else row.error,
                 "bound": row.bound,
                 "ok": row.ok,
             }

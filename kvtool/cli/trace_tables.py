@@ -45,7 +45,7 @@ def head_table(found: Mapping[str, Any]) -> Table:
     table.add_column(overflow="fold")
     table.add_row("digest", Text(found["digest"]))
     table.add_row("size", f"{size(found['bytes'])} in {found['files']} files, stored as {found['stored_dtype']}")
-    for name, text in _flat({name: value for name, value in found["manifest"].items()}):
+    for name, text in _flat(found["manifest"]):
         table.add_row(Text(name), Text(text))
     return table
 
@@ -108,8 +108,9 @@ def recompute_table(rows: Iterable[Mapping[str, Any]]) -> Table:
         "attention recomputed in float64", "sequence", "layer", "steps", "relative error", "bound", "verdict"
     )
     for row in rows:
-        error = "no output sample stored: skipped" if row["error"] is None else f"{row['error']:.3g}"
-        verdict = "-" if row["error"] is None else "good" if row["ok"] else "off"
+        error = "not finite" if row["error"] is None else f"{row['error']:.3g}"
+        error = error if row["steps"] else "no output sample stored: skipped"
+        verdict = ("good" if row["ok"] else "off") if row["steps"] else "-"
         table.add_row(str(row["sequence"]), str(row["layer"]), str(row["steps"]), error, f"{row['bound']:g}", verdict)
     return table
 
