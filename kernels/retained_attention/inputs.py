@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 QUERY_ROWS = 256  # queries of one KV head in a block: enough for a fast product, small enough for the cache
+RESULT_NUMBERS = 1 << 24  # outputs of all cells of a block: 64 MiB in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +111,10 @@ class Inputs:
     def group(self) -> int:
         return self.heads // self.kv_heads
 
-    def parts(self) -> Iterator[slice]:
-        """Blocks of steps in order."""
-        size = self.block or max(1, QUERY_ROWS // self.group)
+    def parts(self, cells: int = 1) -> Iterator[slice]:
+        """Blocks of steps in order, shorter where many cells would make the outputs of one block large."""
+        fits = RESULT_NUMBERS // max(1, cells * self.heads * int(self.values.shape[2]))
+        size = self.block or max(1, min(QUERY_ROWS // self.group, max(fits, 16)))
         count = int(self.steps.numel())
         return (slice(start, min(start + size, count)) for start in range(0, count, size))
 

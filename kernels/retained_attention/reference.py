@@ -124,7 +124,7 @@ def retained_attention(
 
 def _blocks(inputs: Inputs, evict_steps: Tensor) -> Iterator[CellBlock]:
     cells, value_dim = evict_steps.shape[0], inputs.values.shape[2]
-    for part in inputs.parts():
+    for part in inputs.parts(cells):
         seen, steps = Seen.of(inputs, part), inputs.steps[part]
         shape = (inputs.heads, int(steps.numel()))
         full = inputs.queries.new_empty(*shape, value_dim)

@@ -394,6 +394,15 @@ def test_blocks_come_in_order_and_share_the_full_output() -> None:
     assert all(b.full is found[b.rows.start].full for b in found)
 
 
+def test_many_cells_make_shorter_blocks_and_the_same_numbers() -> None:
+    case, evict = make_case(4, 4, 8, 256, 63, 40, dtype=torch.float32)
+    many = evict[1:2].expand(500, -1, -1)
+    blocks = [b for b in retained_attention(evict_steps=many, **case) if b.cell == 499]
+    assert [b.rows.stop - b.rows.start for b in blocks] == [32, 8]
+    alone = gather(case, evict[1:2])[0]
+    torch.testing.assert_close(torch.cat([b.error for b in blocks], 1), alone.error, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
