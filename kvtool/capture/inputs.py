@@ -55,7 +55,7 @@ def read_inputs(request: Request, tokenization: Tokenization, position_limit: in
             after = item.new_tokens or len(item.forced)
             raise KvtoolError(
                 "prompt",
-                f"{where} has {len(item.prompt)} tokens and {after} follow, but the model has {position_limit} positions",
+                f"{where} has {len(item.prompt)} tokens and {after} follow, the model has {position_limit} positions",
                 "shorten the prompt or ask for fewer tokens",
             )
     return found
@@ -80,7 +80,7 @@ def _forced(request: Request, path: Path, tokenization: Tokenization) -> Input:
     if len(tokens) < wanted:
         raise KvtoolError(
             "prompt",
-            f"{path} has {len(tokens)} tokens, but {request.prompt_tokens} + {request.eval_tokens} = {wanted} are asked for",
+            f"{path} has {len(tokens)} tokens, but {request.prompt_tokens} + {request.eval_tokens} are asked for",
             "give a longer text, or fewer --prompt-tokens or --eval-tokens",
         )
     return Input(None, tuple(tokens[: request.prompt_tokens]), tuple(tokens[request.prompt_tokens : wanted]), 0)
@@ -94,7 +94,7 @@ def _prompts(request: Request) -> list[tuple[str | None, str]]:
         return [(None, _read(request.prompt_file))]
     assert request.prompts is not None
     found: list[tuple[str | None, str]] = []
-    for number, line in enumerate(_read(request.prompts).splitlines(), 1):
+    for number, line in enumerate(_read(request.prompts).split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvtool.capture.quiet import no_stderr
 from kvtool.capture.source import Source
 from kvtool.errors import KvtoolError
 
@@ -40,7 +41,8 @@ def load_config(source: Source) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(**source.arguments)
+        with no_stderr():
+            config = AutoConfig.from_pretrained(**source.arguments)
     except Exception as error:
         raise _failure(source, error) from error
     _forget_implementations(config)
@@ -62,12 +64,12 @@ def run_dtype(source: Source, config: Any, asked: str | None) -> torch.dtype:
     if source.gguf:
         return torch.float32
     text = config.get_text_config()
-    own: Any = getattr(config, "dtype", None) or getattr(text, "dtype", None) or _stored_dtype(source)
-    own = _RUN.get(own.removeprefix("torch.")) if isinstance(own, str) else own
-    if own is None or own not in _RUN.values():
+    named = getattr(config, "dtype", None) or getattr(text, "dtype", None) or _stored_dtype(source)
+    own = _RUN.get(str(named).removeprefix("torch."))
+    if own is None:
         raise KvtoolError(
             "model-load",
-            f"{source.name} is stored as {own}, which kvtool does not run in",
+            f"{source.name} is stored as {named}, which kvtool does not run in",
             "choose --model-dtype float32 or bfloat16",
         )
     return own
@@ -118,7 +120,8 @@ def load_model(source: Source, config: Any, dtype: torch.dtype) -> Any:
     else:
         options["use_safetensors"] = True
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(**source.arguments, **options)
+        with no_stderr():
+            model, info = AutoModelForCausalLM.from_pretrained(**source.arguments, **options)
     except Exception as error:
         raise _failure(source, error) from error
     for key in ("missing_keys", "mismatched_keys", "error_msgs"):
@@ -141,7 +144,8 @@ def load_tokenizer(source: Source) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(**source.arguments)
+        with no_stderr():
+            return AutoTokenizer.from_pretrained(**source.arguments)
     except Exception as error:
         raise KvtoolError(
             "model-load",

@@ -133,11 +133,11 @@ def _check_layers(name: str, found: list[int], expected: list[int] | None) -> No
     if expected is not None and found != expected:
         raise KvtoolError(
             "model-unsupported",
-            f"{name} should attend in layers {_spans(expected)}, but layers {_spans(found)} were recorded",
+            f"{name} should attend in layers {spans(expected)}, but layers {spans(found)} were recorded",
         )
 
 
-def _spans(ids: list[int]) -> str:
+def spans(ids: list[int]) -> str:
     """Layer ids as `0-2,5`."""
     parts: list[list[int]] = []
     for i in ids:

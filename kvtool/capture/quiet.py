@@ -11,11 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """While open, transformers and huggingface_hub say nothing; their settings are put back.
-
-    Some bars have no switch (reading a GGUF file), so stderr goes nowhere meanwhile: what matters
-    arrives as an exception.
-    """
+    """While open, transformers and huggingface_hub log and warn nothing; their settings are put back."""
     import transformers
     from transformers.utils import logging
 
@@ -23,13 +19,23 @@ def quiet() -> Iterator[None]:
     transformers.logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         transformers.logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def no_stderr() -> Iterator[None]:
+    """While open, stderr goes nowhere: reading a GGUF file draws bars that have no switch.
+
+    What matters arrives as an exception.
+    """
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 @contextmanager

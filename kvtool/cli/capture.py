@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-
     from kvtool.capture.run import Outcome
 
 _INPUT, _RUN, _STORE, _LIMITS = "Input (exactly one)", "The run", "What is stored", "Limits and safety"
@@ -110,7 +109,7 @@ def command(
         print(_json(plan.document()) if as_json else plan.text())
         return
     with _Bar() as bar:
-        outcome = run(request, progress=bar.update, notes=_note)
+        outcome = run(request, progress=bar.update, notes=_note, argv=sys.argv)
     print(_json(outcome.document()) if as_json else outcome.text())
     _closing(outcome)
 
@@ -148,7 +147,7 @@ class _Bar:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[rate]}"),
                 TimeRemainingColumn(),
-                console=Console(stderr=True),
+                console=Console(file=sys.stderr),
                 transient=True,
             )
             self._task = self._progress.add_task("loading", total=None, rate="")
