@@ -57,6 +57,14 @@ class Section:
         """Policies that could be deployed: no oracle, no control."""
         return [ln for ln in self.lines if not ln.oracle and ln.policy not in CONTROLS]
 
+    @property
+    def winner(self) -> Line | None:
+        """The best contender, if it does better than random."""
+        best, random = self.best, self.line("random")
+        if best is None or best.error is None or (random and random.error is not None and best.error >= random.error):
+            return None
+        return best
+
     def line(self, policy: str) -> Line | None:
         return next((ln for ln in self.lines if ln.policy == policy), None)
 
@@ -127,7 +135,7 @@ def verdicts(result: Result) -> list[str]:
             said.append(f"{section.asked}: no policy besides the controls and oracles was measured")
             continue
         chance = random.error if random else None
-        if chance is not None and best.error >= chance:
+        if chance is not None and section.winner is None:
             said.append(
                 f"{section.asked}: no policy does better than random ({chance:.4f}); {best.policy} has {best.error:.4f}"
             )

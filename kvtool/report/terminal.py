@@ -56,7 +56,7 @@ def replay_table(result: Result) -> list[Any]:
         table.add_section()
         table.add_row(Text(section.asked, style="bold underline"))
         for line in section.lines:
-            _line(table, line, line is section.best)
+            _line(table, line, line is section.winner)
     open_loop = Text(
         "Open loop: queries come from the full-cache run, so errors do not reach later layers or steps.",
         style="italic",

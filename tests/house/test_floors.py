@@ -105,3 +105,9 @@ def test_replay_imports_no_transformers() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_stay_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 300
+
+
+def test_transformers_works_from_the_repository_root() -> None:
+    code = "from transformers import LlamaConfig, LlamaForCausalLM; import kvtool.kernels.leverage; print('fine')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "fine", done.stderr

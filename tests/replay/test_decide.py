@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -76,7 +77,7 @@ def test_budgets_share_one_ranking_and_are_nested() -> None:
     sets = run(make_layer(), ByValue(), budgets, sinks=2, window=3)
     masks = [s.retained(20) for s in sets]
     assert [int(m[0, :16].sum()) for m in masks] == [16, 8, 4, 1]
-    for larger, smaller in zip(masks, masks[1:], strict=False):
+    for larger, smaller in itertools.pairwise(masks):
         assert bool((larger | ~smaller).all())
     assert all(torch.equal(s.events[0].ranking, sets[0].events[0].ranking) for s in sets)
     assert [s.events[0].overfull for s in sets] == [False, False, True, True]
