@@ -281,6 +281,17 @@ def test_a_sink_far_above_everything_does_not_overflow() -> None:
         torch.testing.assert_close(one.mass.double(), truth["mass"], rtol=2e-4, atol=1e-7)
 
 
+def test_the_sink_takes_part_in_the_maximum() -> None:
+    case, evict = make_case(2, 2, 24, 16, 63, 4, sinks=True, dtype=torch.float32)
+    case["queries"] *= 0.01
+    case["values"] *= 1e12
+    case["sink_logits"] = torch.tensor([89.0, 90.0])  # exp(90 - largest logit) is beyond float32
+    for cell, one in enumerate(gather(case, evict)):
+        full = loop(case, evict[cell])["full"]
+        assert float(full.norm(dim=-1).min()) > 1e-30
+        assert float(((one.full - full).norm(dim=-1) / full.norm(dim=-1)).max()) < 1e-2
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 def test_everything_evicted_leaves_the_zero_vector(sinks: bool) -> None:
     case, evict = make_case(4, 2, 24, 16, 63, 5, cells=1, sinks=sinks)
