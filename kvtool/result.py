@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -42,19 +43,17 @@ COUNTS = ("ties", "undefined_heads", "undefined_layers", "undefined_steps")
 
 
 def _plain(value: Any) -> Any:
-    """`value` without NaN and infinities (null in every output) and without float spellings of whole counts."""
+    """`value` without NaN and infinities, which are null in every output."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list) and value and isinstance(value[0], float):
         return [_plain(v) for v in value]
     return value
 
 
 def table_of(name: str, entries: Iterable[Mapping[str, Any]]) -> pa.Table:
     """Entries as the Arrow table `name`: key and place columns typed, the others as their values say."""
-    entries = [_plain(entry) for entry in entries]
+    entries = [{key: _plain(value) for key, value in entry.items()} for entry in entries]
     fixed = {**KEY, **PLACE[name]}
     others = list(dict.fromkeys(key for entry in entries for key in entry if key not in fixed))
     columns: dict[str, pa.Array] = {
@@ -149,8 +148,11 @@ class Result:
 
 def unwritable(path: Path, error: OSError) -> KvtoolError:
     """`error` while writing below `path`, in one sentence."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return KvtoolError(
-        "disk-full", f"cannot write {path}: {error.strerror or error}", "free some space, or write elsewhere"
+        "disk-full" if full else "write-failed",
+        f"cannot write {path}: {error.strerror or error}",
+        "free some space, or write elsewhere" if full else None,
     )
 
 
