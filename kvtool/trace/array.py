@@ -89,8 +89,7 @@ def read_array(root: Path, info: ArrayInfo, entries: Mapping[str, Entry]) -> Ten
         name = "/".join([info.path, "c", *map(str, index)])
         raw = _map_file(root, name, entries[name].length)
         payload = raw[: info.chunk_bytes]
-        stored = raw[info.chunk_bytes :].tobytes() if info.checksum else b""
-        if info.checksum and google_crc32c.value(payload) != int.from_bytes(stored, "little"):
+        if google_crc32c.value(payload) != int.from_bytes(raw[info.chunk_bytes :].tobytes(), "little"):
             raise damaged(root, name, "its checksum does not match")
         block = payload.view(info.dtype).reshape(info.chunk)
         inside = tuple(

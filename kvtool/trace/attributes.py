@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
 
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry, Kind
@@ -116,14 +115,14 @@ def _short(value: Any) -> str:
 
 
 def parse_rotation(
-    value: Any, key_dim: int, where: str, code: str, tables: tuple[Tensor, Tensor] | None = None
+    value: Any, key_dim: int, where: str, code: str, recorded: bool = False
 ) -> Rotation | Literal["none"] | None:
     """A layer's rotation from JSON.
 
     Args:
         value: an object, "none", or None where it is unknown.
         key_dim: D, which the rotated channels must fit into.
-        tables: recorded cos and sin, each [T, R/2], where stored.
+        recorded: whether cos and sin are stored row by row; the caller attaches them.
     """
     if value is None:
         return None
@@ -137,7 +136,7 @@ def parse_rotation(
         )
         if not sound or not 1 <= len(inv_freq) <= MOST:
             raise fields.fault("has an inv_freq that is not a list of finite numbers")
-    if inv_freq is None and tables is None:
+    if inv_freq is None and not recorded:
         raise fields.fault("lacks inv_freq", 'write "rotation": "none" for a layer without, or leave rotation out')
     dims = fields.whole("rotary_dims", 2)
     if dims is None:
@@ -154,8 +153,6 @@ def parse_rotation(
         inv_freq=None if inv_freq is None else torch.tensor(inv_freq, dtype=torch.float32),
         attention_scaling=1.0 if scaling is None else scaling,
         rotary_start=start,
-        cos=None if tables is None else tables[0],
-        sin=None if tables is None else tables[1],
     )
 
 
@@ -168,8 +165,11 @@ def parse_mask(fields: Fields) -> tuple[Kind, int | None]:
     return cast(Kind, kind), window
 
 
-def parse_layer(values: Any, layer: int, where: str) -> tuple[Geometry, bool]:
-    """Geometry (sink logits and recorded tables not yet attached) and `keys_rotated` from stored attributes.
+def parse_layer(values: Any, layer: int, where: str, *, recorded: bool) -> tuple[Geometry, bool]:
+    """Geometry and `keys_rotated` from stored attributes; arrays are attached by the caller.
+
+    Args:
+        recorded: whether the layer's rotation is stored row by row.
 
     Raises:
         KvtoolError: code `trace-unsafe`, naming layer and attribute.
@@ -193,6 +193,7 @@ def parse_layer(values: Any, layer: int, where: str) -> tuple[Geometry, bool]:
         softcap=fields.number("softcap", positive=True),
         kind=kind,
         window=window,
+        rotation=parse_rotation(fields.values.get("rotation"), key_dim, where, "trace-unsafe", recorded),
         kv_source=fields.whole("kv_source"),
     )
     return geometry, fields.flag("keys_rotated", True)

@@ -1,7 +1,8 @@
-"""Commit file: the list of every file of a trace with length and crc32c, sealed by a SHA-256.
+"""Commit file: the list of every file of a trace with length and SHA-256, sealed by a SHA-256.
 
-The digest in the last field covers everything before it, so it names the whole trace.
-It guards against accidents, not against somebody who recomputes it.
+The digest in the last field covers everything before it, so it names the trace's very content.
+A crc32c would not do here: chunks end in their own crc32c, and the crc32c of any such file is the
+same constant (0x48674BC7), so two swapped chunks would look alike.
 """
 
 from __future__ import annotations
@@ -14,17 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
-
 from kvtool.errors import KvtoolError
 from kvtool.trace.layout import COMMIT, FORMAT
 
 MOST_COMMIT_BYTES = 256 << 20
 MOST_DEPTH = 32
-BLOCK_BYTES = 8 << 20
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n\Z')
+_HEX = re.compile(r"[0-9a-f]{64}\Z")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z")
 
 
@@ -33,7 +32,7 @@ class Entry:
     """What the commit file says about one file."""
 
     length: int
-    crc32c: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -82,20 +81,16 @@ def parse_json(raw: bytes, where: str) -> Any:
         raise KvtoolError("trace-unsafe", f"{where} is not sound JSON: {error}") from None
 
 
-def file_crc32c(path: Path) -> tuple[int, int]:
-    """Length and crc32c of a file, read in blocks."""
-    checksum = google_crc32c.Checksum()
-    length = 0
+def file_entry(path: Path) -> Entry:
+    """Length and SHA-256 of a file."""
     with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            checksum.update(block)
-            length += len(block)
-    return length, int.from_bytes(checksum.digest(), "big")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Entry(file.tell(), digest)
 
 
 def seal(entries: Mapping[str, Entry]) -> tuple[bytes, str]:
     """The bytes of a commit file, and the digest it ends in."""
-    files = {path: [entry.length, entry.crc32c] for path, entry in entries.items()}
+    files = {path: [entry.length, entry.sha256] for path, entry in entries.items()}
     body = json.dumps({"files": files, "format": FORMAT}, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     head = body[:-1].encode()
     digest = hashlib.sha256(head).hexdigest()
@@ -150,12 +145,7 @@ def _entries(files: Mapping[str, Any], file: Path) -> Iterator[tuple[str, Entry]
         parts = name.split("/")
         if len(name) > 200 or not all(_PART.match(part) for part in parts) or name == COMMIT:
             raise KvtoolError("trace-unsafe", f"{file} lists {name[:80]!r}, which is no path inside a trace")
-        sound = (
-            isinstance(pair, list)
-            and len(pair) == 2
-            and all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in pair)
-            and pair[1] < 1 << 32
-        )
-        if not sound:
-            raise KvtoolError("trace-unsafe", f"{file} does not give length and crc32c of {name}")
+        sound = isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int and pair[0] >= 0
+        if not sound or not isinstance(pair[1], str) or not _HEX.match(pair[1]):
+            raise KvtoolError("trace-unsafe", f"{file} does not give length and SHA-256 of {name}")
         yield name, Entry(*pair)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry
+from kvtool.rotation import Rotation
 from kvtool.shapes import expect_shapes
 from kvtool.trace.attributes import MOST, Fields
 from kvtool.trace.layout import LAYER_ARRAYS, layer_path, projection_path
@@ -66,7 +67,11 @@ def check_layer(tree: Tree, index: int, layer: int, geometries: Mapping[int, Geo
     for pair in (("rotation_cos", "rotation_sin"), ("output_gradients", "gradient_steps")):
         if len(stored & set(pair)) == 1:
             raise KvtoolError("trace-unsafe", f"{where} has one of {pair[0]} and {pair[1]} without the other")
+    rotation = geometry.rotation
+    if "rotation_cos" in stored and not isinstance(rotation, Rotation):
+        raise KvtoolError("trace-unsafe", f"{where} has recorded rotations but no rotation attribute")
     bound = {
+        "R/2": rotation.rotary_dims // 2 if isinstance(rotation, Rotation) else 0,
         "H": geometry.query_heads,
         "Hk": geometry.kv_heads,
         "D": geometry.key_dim,
@@ -74,7 +79,7 @@ def check_layer(tree: Tree, index: int, layer: int, geometries: Mapping[int, Geo
         "T": length,
     }
     dims = {
-        name: " ".join(str(bound[dim]) if dim in bound else dim.replace("/", "_") for dim in names.split())
+        name: " ".join(str(bound[dim]) if dim in bound else dim for dim in names.split())
         for name, (_, names) in LAYER_ARRAYS.items()
     }
     _shaped(tree, path, dims)

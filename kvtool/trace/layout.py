@@ -18,6 +18,7 @@ COMMIT = "COMMIT.json"
 ATTRIBUTE = "kvtool"
 DTYPE_ATTRIBUTE = "kvtool_dtype"
 CHUNK_TOKENS = 16384
+CHECKSUM_BYTES = 4  # crc32c, little-endian, at the end of every chunk
 
 ROOT_FIELDS = ("format", "model", "tokenizer", "capture")
 SEQUENCE_FIELDS = ("id", "length", "prompt_length", "prompt_digest", "segments")
@@ -79,9 +80,7 @@ class ArrayInfo:
         dtype: the Zarr data type (`uint16` for bfloat16 bits).
         logical: `float32`, `float16`, `bfloat16` or the integer type.
         shape, chunk: sizes in elements.
-        compressed: whether chunks are zstd frames.
-        checksum: whether each chunk ends in four bytes of crc32c.
-        attributes: the array's own attributes.
+        compressed: whether chunks are zstd frames; each ends in four bytes of crc32c either way.
     """
 
     path: str
@@ -90,7 +89,6 @@ class ArrayInfo:
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
     compressed: bool
-    checksum: bool
 
     @property
     def grid(self) -> tuple[int, ...]:

@@ -16,8 +16,9 @@ from typing import Any
 
 from kvtool.errors import KvtoolError
 from kvtool.trace.array import damaged
-from kvtool.trace.commit import Commit, file_crc32c, parse_json
+from kvtool.trace.commit import Commit, file_entry, parse_json
 from kvtool.trace.layout import (
+    CHECKSUM_BYTES,
     COMMIT,
     DTYPE_ATTRIBUTE,
     ITEM_BYTES,
@@ -104,7 +105,7 @@ def read_tree(root: Path, commit: Commit) -> Tree:
         elif name == "zarr.json" or name.endswith("/zarr.json"):
             if entry.length > MOST_METADATA_BYTES:
                 raise _unsafe(root, name, f"has {entry.length} bytes, more than metadata may have")
-            if file_crc32c(root / name) != (entry.length, entry.crc32c):
+            if file_entry(root / name) != entry:
                 raise damaged(root, name, "was altered")
             documents[name.removesuffix("zarr.json").rstrip("/")] = parse_json((root / name).read_bytes(), name)
         else:
@@ -158,8 +159,8 @@ def _sizes(values: Any, low: int) -> tuple[int, ...] | None:
     return tuple(values)
 
 
-def _codecs(root: Path, where: str, codecs: Any, dtype: str) -> tuple[bool, bool]:
-    """Whether chunks are zstd frames, and whether they end in a crc32c: `bytes`, then `zstd`, then `crc32c`."""
+def _codecs(root: Path, where: str, codecs: Any, dtype: str) -> bool:
+    """Whether chunks are zstd frames. The chain is `bytes`, perhaps `zstd`, then `crc32c`."""
     names: list[Any] = []
     for codec in codecs if isinstance(codecs, list) else []:
         name = codec.get("name") if isinstance(codec, dict) else codec
@@ -170,9 +171,9 @@ def _codecs(root: Path, where: str, codecs: Any, dtype: str) -> tuple[bool, bool
         if not isinstance(configuration, dict) or not endian_fits:
             raise _unsafe(root, where, f"configures the codec {name} in a way that format 1 does not allow")
         names.append(name)
-    if names not in (["bytes"], ["bytes", "crc32c"], ["bytes", "zstd"], ["bytes", "zstd", "crc32c"]):
-        raise _unsafe(root, where, f"chains the codecs {names}; allowed is bytes, then zstd, then crc32c")
-    return "zstd" in names, "crc32c" in names
+    if names not in (["bytes", "crc32c"], ["bytes", "zstd", "crc32c"]):
+        raise _unsafe(root, where, f"chains the codecs {names}; allowed is bytes, perhaps zstd, then crc32c")
+    return "zstd" in names
 
 
 def _array(root: Path, path: str, document: Mapping[str, Any], chunks: Mapping[tuple[int, ...], int]) -> ArrayInfo:
@@ -194,12 +195,16 @@ def _array(root: Path, path: str, document: Mapping[str, Any], chunks: Mapping[t
         raise _unsafe(root, where, f"is {logical}, expected {'a float type' if kind == 'float' else kind}")
     shape = _sizes(document.get("shape"), 0)
     if shape is None or len(shape) != rank:
-        raise _unsafe(root, where, f"has the shape {str(document.get('shape'))[:60]}, expected {rank} dimensions")
+        raise _unsafe(
+            root,
+            where,
+            f"has the shape {str(document.get('shape'))[:60]}, expected {rank} dimensions, none above {MOST_SIZE}",
+        )
     chunk = _regular_chunk(document)
     if chunk is None or chunk != chunk_shape(path.rsplit("/", 1)[-1], shape):
         raise _unsafe(root, where, "has chunks other than one head and at most 16,384 tokens")
-    compressed, checksum = _codecs(root, where, document.get("codecs"), dtype)
-    info = ArrayInfo(path, dtype, logical, shape, chunk, compressed, checksum)
+    compressed = _codecs(root, where, document.get("codecs"), dtype)
+    info = ArrayInfo(path, dtype, logical, shape, chunk, compressed)
     _hold_against_files(root, info, chunks)
     return info
 
@@ -225,7 +230,7 @@ def _hold_against_files(root: Path, info: ArrayInfo, chunks: Mapping[tuple[int, 
         )
     for index, length in chunks.items():
         inside = len(index) == len(info.grid) and all(i < n for i, n in zip(index, info.grid, strict=True))
-        payload = length - (4 if info.checksum else 0)
+        payload = length - CHECKSUM_BYTES
         fits = (
             payload > 0 and info.chunk_bytes <= ZSTD_RATIO * payload if info.compressed else payload == info.chunk_bytes
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry, Layer
 from kvtool.rotation import Rotation
 from kvtool.trace.array import read_array
-from kvtool.trace.attributes import parse_layer, parse_rotation
+from kvtool.trace.attributes import parse_layer
 from kvtool.trace.commit import Commit, read_commit, refuse_newer
 from kvtool.trace.consistency import check_layer, check_sequence, sequence_fields
 from kvtool.trace.layout import ATTRIBUTE, COMMIT, FLOATS, layer_path, projection_path, sequence_path
@@ -76,6 +76,7 @@ class Sequence:
         length: T, rows whose keys and values are stored.
         prompt_length: rows of the prompt.
         layer_ids: layers that are stored, ascending.
+        parsed: layer id -> geometry without its arrays, and whether its keys are stored rotated.
     """
 
     trace: Trace = field(repr=False)
@@ -84,7 +85,7 @@ class Sequence:
     length: int
     prompt_length: int
     layer_ids: list[int]
-    parsed: dict[int, tuple[Geometry, bool, Any]] = field(repr=False)
+    parsed: dict[int, tuple[Geometry, bool]] = field(repr=False)
 
     @property
     def id(self) -> str | None:
@@ -163,16 +164,13 @@ class Sequence:
                 f"sequence {self.index} holds no layer {layer_id}",
                 "its layers: " + ", ".join(map(str, self.layer_ids)),
             )
-        geometry, _, rotation = self.parsed[layer_id]
-        tables = None
-        if self.has_array("rotation_cos", layer_id):
-            tables = (self.array("rotation_cos", layer_id), self.array("rotation_sin", layer_id))
-        where = f"layer {layer_id} of sequence {self.index}"
-        return replace(
-            geometry,
-            sink_logits=self.array("sink_logits", layer_id) if self.has_array("sink_logits", layer_id) else None,
-            rotation=parse_rotation(rotation, geometry.key_dim, where, "trace-unsafe", tables),
-        )
+        geometry = self.parsed[layer_id][0]
+        if isinstance(geometry.rotation, Rotation) and self.has_array("rotation_cos", layer_id):
+            cos, sin = (self.array(name, layer_id) for name in ("rotation_cos", "rotation_sin"))
+            geometry = replace(geometry, rotation=replace(geometry.rotation, cos=cos, sin=sin))
+        if self.has_array("sink_logits", layer_id):
+            geometry = replace(geometry, sink_logits=self.array("sink_logits", layer_id))
+        return geometry
 
     def layer(self, layer_id: int, dtype: torch.dtype = torch.float32) -> Layer:
         """One layer; its arrays are read on first use and computed with in `dtype`.
@@ -253,14 +251,14 @@ def _sequence(trace: Trace, index: int) -> Sequence:
     path = sequence_path(index)
     attributes, length, prompt_length = sequence_fields(trace.tree.groups[path].get(ATTRIBUTE), f"sequence {index}")
     check_sequence(trace.tree, path, length)
-    parsed: dict[int, tuple[Geometry, bool, Any]] = {}
+    parsed: dict[int, tuple[Geometry, bool]] = {}
     prefix = f"{path}/layers/"
     for group, values in trace.tree.groups.items():
         if group.startswith(prefix):
             layer = int(group.removeprefix(prefix))
-            stored: Mapping[str, Any] = values.get(ATTRIBUTE) or {}
-            geometry, rotated = parse_layer(stored, layer, f"layer {layer} of sequence {index}")
-            parsed[layer] = (geometry, rotated, stored.get("rotation"))
+            recorded = f"{group}/rotation_cos" in trace.tree.arrays
+            where = f"layer {layer} of sequence {index}"
+            parsed[layer] = parse_layer(values.get(ATTRIBUTE), layer, where, recorded=recorded)
     for layer in parsed:
         check_layer(trace.tree, index, layer, {number: entry[0] for number, entry in parsed.items()}, length)
     if not parsed:

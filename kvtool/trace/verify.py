@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.errors import KvtoolError
-from kvtool.trace.commit import Entry, file_crc32c, read_commit
+from kvtool.trace.commit import Entry, file_entry, read_commit
 from kvtool.trace.layout import COMMIT
 from kvtool.trace.metadata import list_files
 from kvtool.trace.reader import refuse_incomplete
@@ -44,7 +44,7 @@ class ByteReport:
 
 
 def verify_bytes(path: str | os.PathLike[str], progress: Callable[[int, int, str], None] | None = None) -> ByteReport:
-    """Compare every file with the commit file's length and checksum, and look for files it does not list.
+    """Compare every file with the commit file's length and SHA-256, and look for files it does not list.
 
     Raises:
         KvtoolError: where there is no published trace at all, or one of a newer format.
@@ -71,7 +71,7 @@ def verify_bytes(path: str | os.PathLike[str], progress: Callable[[int, int, str
         elif not file.exists():
             damage.append(Damage(name, "missing"))
         else:
-            found = Entry(*file_crc32c(file))
+            found = file_entry(file)
             if found != entry:
                 actual[name] = found
     owners = {entry: name for name, entry in entries.items()}
@@ -89,7 +89,7 @@ def _difference(name: str, found: Entry, expected: Entry, owners: dict[Entry, st
         return f"truncated: {found.length} of {expected.length} bytes"
     if found.length > expected.length:
         return f"{found.length - expected.length} bytes too long"
-    return "edited or damaged metadata" if name.endswith("zarr.json") else "altered: its checksum does not match"
+    return "edited or damaged metadata" if name.endswith("zarr.json") else "altered: its SHA-256 does not match"
 
 
 def _salvage(root: Path) -> dict[str, Entry]:
@@ -97,11 +97,11 @@ def _salvage(root: Path) -> dict[str, Entry]:
     try:
         values: Any = json.loads((root / COMMIT).read_bytes().decode("utf-8", errors="replace"))
         pairs = values["files"].items()
-        entries = {str(name): Entry(int(pair[0]), int(pair[1])) for name, pair in pairs}
+        entries = {str(name): Entry(int(pair[0]), str(pair[1])) for name, pair in pairs}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OSError, OverflowError):
         entries = {}
     inside = {name: entry for name, entry in entries.items() if _is_inside(name)}
-    return inside or {name: Entry(*file_crc32c(root / name)) for name in list_files(root) if (root / name).is_file()}
+    return inside or {name: file_entry(root / name) for name in list_files(root) if (root / name).is_file()}
 
 
 def _is_inside(name: str) -> bool:

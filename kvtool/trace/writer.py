@@ -18,7 +18,7 @@ from kvtool.layer import Geometry
 from kvtool.shapes import expect_shapes
 from kvtool.trace.array import create_group, write_array, write_heads
 from kvtool.trace.attributes import layer_attributes
-from kvtool.trace.commit import Entry, file_crc32c, seal
+from kvtool.trace.commit import Entry, file_entry, seal
 from kvtool.trace.layout import (
     ATTRIBUTE,
     COMMIT,
@@ -150,7 +150,7 @@ class TraceWriter:
         self._publication.publish()
 
     def settle(self, below: str) -> None:
-        """Fsync every file and folder below, and note length and checksum of each file not yet noted."""
+        """Fsync every file and folder below, and note length and SHA-256 of each file not yet noted."""
         for folder, folders, files in os.walk(self.root / below):
             if WRITING in folders:
                 folders.remove(WRITING)
@@ -159,7 +159,7 @@ class TraceWriter:
                 key = path.relative_to(self.root).as_posix()
                 if key not in self._entries:
                     fsync_file(path)
-                    self._entries[key] = Entry(*file_crc32c(path))
+                    self._entries[key] = file_entry(path)
             fsync_folder(Path(folder))
 
     def __enter__(self) -> TraceWriter:

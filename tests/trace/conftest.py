@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,59 +67,75 @@ def naive_output(queries: Tensor, keys: Tensor, values: Tensor, geometry: Geomet
     return out
 
 
-@pytest.fixture
-def make_trace(tmp_path: Path) -> Callable[..., Path]:
-    """Write the trace and return its path. Arrays of sequence s are seeded by s."""
-
-    def make(
-        name: str = "run.zarr",
-        *,
-        dtype: torch.dtype = torch.float32,
-        lengths: tuple[int, ...] = (40, 23),
-        samples: bool = True,
-        force: bool = False,
-        archive: bool = False,
-        zero_values: bool = False,
-        run_dtype: str = "float32",
-    ) -> Path:
-        path = tmp_path / name
-        with TraceWriter(
-            path,
-            model={"name": "toy"},
-            tokenizer={"digest": "ab"},
-            capture={"run_dtype": run_dtype},
-            dtype=dtype,
-            force=force,
-            archive=archive,
-            planned=len(lengths),
-        ) as writer:
-            writer.output_projection(
-                3, torch.randn(HEADS, VALUE_DIM, WIDTH, generator=torch.Generator().manual_seed(9))
+def write_trace(
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    lengths: tuple[int, ...] = (40, 23),
+    samples: bool = True,
+    force: bool = False,
+    archive: bool = False,
+    zero_values: bool = False,
+    run_dtype: str = "float32",
+) -> Path:
+    """Write the trace. Arrays of sequence s are seeded by s."""
+    with TraceWriter(
+        path,
+        model={"name": "toy"},
+        tokenizer={"digest": "ab"},
+        capture={"run_dtype": run_dtype},
+        dtype=dtype,
+        force=force,
+        archive=archive,
+        planned=len(lengths),
+    ) as writer:
+        writer.output_projection(3, torch.randn(HEADS, VALUE_DIM, WIDTH, generator=torch.Generator().manual_seed(9)))
+        for index, count in enumerate(lengths):
+            made = geometries()
+            sequence = writer.sequence(made, prompt_length=count - 5, attributes={"id": f"s{index}", "seed": index})
+            random = torch.Generator().manual_seed(index)
+            keys = torch.randn(KV_HEADS, count, KEY_DIM, generator=random)
+            values = torch.randn(KV_HEADS, count, VALUE_DIM, generator=random)
+            if zero_values:
+                values[1] = 0
+            outputs = {}
+            for layer in made:
+                queries = torch.randn(HEADS, count, KEY_DIM, generator=random)
+                if layer == 3:
+                    sequence.append(3, keys=keys, values=values)
+                sequence.append(layer, queries=queries, query_steps=torch.arange(count))
+                steps = range(count - 3, count)
+                outputs[layer] = torch.stack(
+                    [naive_output(queries[:, t], keys, values, made[layer], t) for t in steps], dim=1
+                ).float()
+            sequence.finish(
+                tokens=torch.arange(count) + 100 * index,
+                positions=torch.arange(count) + 7,
+                text=[f"w{row} ".encode() for row in range(count)],
+                output_samples=outputs if samples else None,
             )
-            for index, count in enumerate(lengths):
-                made = geometries()
-                sequence = writer.sequence(made, prompt_length=count - 5, attributes={"id": f"s{index}", "seed": index})
-                random = torch.Generator().manual_seed(index)
-                keys = torch.randn(KV_HEADS, count, KEY_DIM, generator=random)
-                values = torch.randn(KV_HEADS, count, VALUE_DIM, generator=random)
-                if zero_values:
-                    values[1] = 0
-                outputs = {}
-                for layer in made:
-                    queries = torch.randn(HEADS, count, KEY_DIM, generator=random)
-                    if layer == 3:
-                        sequence.append(3, keys=keys, values=values)
-                    sequence.append(layer, queries=queries, query_steps=torch.arange(count))
-                    steps = range(count - 3, count)
-                    outputs[layer] = torch.stack(
-                        [naive_output(queries[:, t], keys, values, made[layer], t) for t in steps], dim=1
-                    ).float()
-                sequence.finish(
-                    tokens=torch.arange(count) + 100 * index,
-                    positions=torch.arange(count) + 7,
-                    text=[f"w{row} ".encode() for row in range(count)],
-                    output_samples=outputs if samples else None,
-                )
-        return path
+    return path
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Each variant of the trace is written once and only copied after that."""
+    root, known = tmp_path_factory.mktemp("traces"), {}
+
+    def find(**options: object) -> Path:
+        key = repr(sorted(options.items()))
+        if key not in known:
+            known[key] = write_trace(root / f"{len(known)}.zarr", **options)
+        return known[key]
+
+    return find
+
+
+@pytest.fixture
+def make_trace(tmp_path: Path, written: Callable[..., Path]) -> Callable[..., Path]:
+    """A private copy of the trace, to read or to damage."""
+
+    def make(**options: object) -> Path:
+        return shutil.copytree(written(**options), tmp_path / "run.zarr")
 
     return make

@@ -28,11 +28,11 @@ def every_pattern(dtype: torch.dtype) -> torch.Tensor:
 
 def store_and_read(root: Path, tensor: torch.Tensor, archive: bool) -> torch.Tensor:
     """Through an array named as one that the format knows, in a trace sealed around it."""
-    from kvtool.trace.commit import Commit, Entry, file_crc32c
+    from kvtool.trace.commit import Commit, file_entry
     from kvtool.trace.metadata import list_files, read_tree
 
     write_array(root, "sequences/0000/layers/00/keys", tensor, archive=archive)
-    entries = {name: Entry(*file_crc32c(root / name)) for name in list_files(root)}
+    entries = {name: file_entry(root / name) for name in list_files(root)}
     tree = read_tree(root, Commit(entries, ""))
     return read_array(root, tree.arrays["sequences/0000/layers/00/keys"], entries)
 
@@ -254,33 +254,42 @@ def test_plain_zarr_reads_everything(make_trace: Callable[..., Path]) -> None:
         ]
 
 
+def write_blocks(path: Path, dtype: torch.dtype, blocks: dict[str, torch.Tensor]) -> None:
+    with small_writer(path, dtype) as writer:
+        sequence = writer.sequence({4: Geometry(4, 2, 2, 3, 3, 1.0)}, prompt_length=4)
+        for start, stop in ((0, 1025), (1025, 1030)):
+            part = {key: block[:, start:stop] for key, block in blocks.items()}
+            sequence.append(4, **part, query_steps=torch.arange(start, stop))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["keys", "values", "queries"])
 def test_not_finite_is_refused_by_place(tmp_path: Path, name: str, value: float) -> None:
     blocks = {key: torch.zeros(2, 1030, 3) for key in ("keys", "values", "queries")}
     blocks[name][1, 1027, 2] = value
-    with (
-        pytest.raises(KvtoolError, match=f"layer 4 {name} holds {value} in head 1, row 1027") as caught,
-        small_writer(tmp_path / "t") as writer,
-    ):
-        sequence = writer.sequence({4: Geometry(4, 2, 2, 3, 3, 1.0)}, prompt_length=4)
-        for start, stop in ((0, 1025), (1025, 1030)):
-            part = {key: block[:, start:stop] for key, block in blocks.items()}
-            sequence.append(4, **part, query_steps=torch.arange(start, stop))
+    with pytest.raises(KvtoolError, match=f"layer 4 {name} holds {value} in head 1, row 1027") as caught:
+        write_blocks(tmp_path / "t", torch.float32, blocks)
     assert caught.value.code == "not-finite"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_overflow_of_the_stored_dtype_is_refused(tmp_path: Path) -> None:
-    keys = torch.zeros(2, 3, 2)
-    keys[1, 2, 0] = 70000.0
-    with (
-        pytest.raises(KvtoolError, match="head 1, row 2") as caught,
-        small_writer(tmp_path / "t", torch.float16) as writer,
-    ):
-        sequence = writer.sequence({0: Geometry(0, 2, 2, 2, 2, 1.0)}, prompt_length=3)
-        sequence.append(0, keys=keys, values=keys)
+    blocks = {key: torch.zeros(2, 1030, 3) for key in ("keys", "values", "queries")}
+    blocks["values"][1, 1, 2] = 70000.0
+    with pytest.raises(KvtoolError, match="values holds 70000 in head 1, row 1, more than float16") as caught:
+        write_blocks(tmp_path / "t", torch.float16, blocks)
     assert caught.value.code == "overflow"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_digest_depends_on_every_number(tmp_path: Path) -> None:
+    keys = torch.ones(1, 5, 4)
+    one_layer(tmp_path / "a", Geometry(0, 1, 1, 4, 4, 1.0), keys)
+    one_layer(tmp_path / "b", Geometry(0, 1, 1, 4, 4, 1.0), keys)
+    keys[0, 4, 3] = 1.0000001
+    one_layer(tmp_path / "c", Geometry(0, 1, 1, 4, 4, 1.0), keys)
+    a, b, c = (open_trace(tmp_path / name).digest for name in "abc")
+    assert a == b != c
 
 
 def wrong_finish(path: Path, case: str) -> None:
