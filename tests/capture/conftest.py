@@ -1,11 +1,24 @@
-"""Tiny randomly initialised models of many architectures, and a tokenizer made on the spot."""
+"""Tiny randomly initialised models of many architectures, a tokenizer made on the spot, and a sink for arrays."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
+import tokenizers
 import torch
 import transformers
+
+from kvtool.capture.generation import Feed
+from kvtool.capture.hook import observed
+from kvtool.capture.probe import probe
+from kvtool.capture.quiet import quiet
+from kvtool.capture.recorder import Recorder
+from kvtool.capture.request import parse_queries
+from kvtool.capture.rotation import RotaryState
 
 VOCABULARY = 300
 _BASE: dict[str, Any] = {
@@ -199,15 +212,97 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A model of the named architecture with large random weights, in evaluation mode."""
-    torch.manual_seed(seed)
-    config = CONFIGS[name]()
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    generator = torch.Generator().manual_seed(seed)
+@functools.cache
+def _tiny(name: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            # Norms, biases and sinks start at 0 or 1: random ones would otherwise never be tested.
+            # Norms, biases and sinks start at 0 or 1: only random ones are really tested.
             if parameter.dim() == 1 or "sinks" in parameter_name:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model.to(dtype)
+    return model.requires_grad_(False).to(dtype)
+
+
+class Arrays:
+    """A sink that keeps what is appended: layer -> name -> tensor."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, dict[str, list[torch.Tensor]]] = {}
+
+    def append(self, layer: int, **arrays: torch.Tensor | None) -> None:
+        for name, array in arrays.items():
+            if array is not None:
+                self.parts.setdefault(layer, {}).setdefault(name, []).append(array.clone())
+
+    def __getitem__(self, layer: int) -> dict[str, torch.Tensor]:
+        return {name: torch.cat(p, 0 if name == "query_steps" else 1) for name, p in self.parts[layer].items()}
+
+
+class Captured:
+    """One recorded run of a tiny model: logits behind each forward, arrays, final geometries, samples."""
+
+    def __init__(self, model: Any, pushes: list[list[int]], chunk: int | None, queries: str, known: bool) -> None:
+        self.probed = probe(model)
+        self.arrays = Arrays()
+        total = sum(map(len, pushes))
+        recorder = Recorder(
+            model, self.probed, len(pushes[0]), parse_queries(queries), total if known else None, self.arrays
+        )
+        state = RotaryState(model)
+        feed = Feed(model, chunk=chunk, around=recorder.forward)
+        with observed(model, recorder), recorder.watching():
+            self.logits = [feed.push(part) for part in pushes]
+        state.restore()
+        self.geometries = recorder.finish()
+        self.samples = recorder.samples()
+        self.tokens = total
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[..., Any]:
+    """Function of (name, dtype) -> a tiny model with large random weights, in evaluation mode."""
+    torch.set_num_threads(1)
+    return lambda name, dtype=torch.float32: _tiny(name, dtype)
+
+
+@pytest.fixture(scope="session")
+def record() -> Callable[..., Captured]:
+    """Function of (model, pushes) -> the recorded run of feeding these lists of tokens one after another."""
+    return lambda model, pushes, chunk=None, queries="all", known=True: Captured(model, pushes, chunk, queries, known)
+
+
+@pytest.fixture(scope="session")
+def pushes() -> list[list[int]]:
+    """A prompt of 23 tokens (more than twice the window of 9), then eleven single ones and a block of five."""
+    tokens = torch.randint(3, VOCABULARY, (39,), generator=torch.Generator().manual_seed(5)).tolist()
+    return [tokens[:23], *[[t] for t in tokens[23:34]], tokens[34:]]
+
+
+def byte_tokenizer() -> Any:
+    """A byte-level tokenizer without merges: one token a byte, ids 3 to 258, <s> 1, </s> 2."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{character: 3 + i for i, character in enumerate(alphabet)}}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Function of an architecture's name -> a folder with its tiny model as safetensors, and a tokenizer."""
+
+    @functools.cache
+    def made(name: str) -> Path:
+        path = tmp_path_factory.mktemp("models") / name
+        with quiet():
+            _tiny(name, torch.float32).save_pretrained(path)
+            byte_tokenizer().save_pretrained(path)
+        return path
+
+    return made
