@@ -24,6 +24,7 @@ class Event:
             NaN where nothing unprotected was kept or nothing evicted.
         sinks, window: protection in force: first rows, newest rows.
         overfull: protection exceeded the budget in some head.
+        diagnostics: name -> [H], what the policy says of how it worked.
         ranking: [Hk, N] int64, 1 = kept last, over all candidates (protected first);
             None for policies whose sets are not nested in the budget.
     """
@@ -38,6 +39,7 @@ class Event:
     window: int
     overfull: bool = False
     ranking: Tensor | None = None
+    diagnostics: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ class View:
         start: first step not yet observed.
         evict_step: [Hk, N] int64, step at which the token left (T = never).
         steps_ahead: evaluated steps, present only for oracles.
+        memo: by-products of `score` that `diagnose` reads at the same event; empty at first.
     """
 
     _layer: Layer
@@ -46,6 +48,7 @@ class View:
     start: int
     evict_step: Tensor
     steps_ahead: Tensor | None = None
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def at(cls, layer: Layer, step: int, steps_ahead: Tensor | None = None) -> View:

@@ -81,7 +81,17 @@ class Capacity(Policy):
         return reduce_group(self.query_head_scores(view).scores, view.geometry.kv_heads, self.group)
 
     def query_head_scores(self, view: View) -> Leverage:
-        """Scores [H, N] before the group is reduced, and rho [H]."""
+        """Scores [H, N] before the group is reduced, and rho [H]. Computed once per view."""
+        if self not in view.memo:
+            view.memo[self] = self._leverage_of(view)
+        found: Leverage = view.memo[self]
+        return found
+
+    def diagnose(self, state: Any, view: View) -> dict[str, Tensor]:
+        """`rho` [H]: mean leverage per value channel, in [0, 1). Near 0 the redundancy term is idle."""
+        return {"rho": self.query_head_scores(view).rho}
+
+    def _leverage_of(self, view: View) -> Leverage:
         geometry = view.geometry
         expected = expected_statistics(view, self.statistics, self.exclude_statistics, self.horizon)
         scored = view.tokens >= self.exclude_first  # [Hk, N]

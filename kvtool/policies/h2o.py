@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from kvtool.layer import Geometry
 from kvtool.policies.attention_history import extend_history, history_of_candidates, no_history
 from kvtool.policies.group import reduce_group
-from kvtool.policies.parameters import Reducer, check_choices
+from kvtool.policies.parameters import Reducer, check_choices, check_share, share_of
 from kvtool.policies.policy import Policy, Protection
 from kvtool.view import View
 
@@ -39,12 +38,10 @@ class H2O(Policy):
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if not 0 <= self.recent <= 1:
-            raise ValueError(f"recent={self.recent} should lie in 0..1")
+        check_share(self, "recent")
 
     def protection(self, budget: int) -> Protection:
-        share = Fraction(str(self.recent))  # the decimal that was typed, as for ratios
-        return Protection(window=share.numerator * budget // share.denominator)
+        return Protection(window=share_of(budget, self.recent))
 
     def start(self, geometry: Geometry) -> Tensor:
         return no_history(geometry)

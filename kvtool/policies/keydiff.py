@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.policies.parameters import check_choices
-from kvtool.policies.policy import Policy
+from kvtool.policies.parameters import check_choices, check_share, share_of
+from kvtool.policies.policy import Policy, Protection
 from kvtool.view import View
 
 
@@ -20,17 +20,26 @@ class KeyDiff(Policy):
 
     With the normalised anchor the order is that of the summed cosine to all other keys.
     Paper: KeyDiff: Key Similarity-Based KV Cache Eviction, 2504.15364. Deviations: one event over
-    all candidates (as in kvpress), where the paper evicts block by block; its reserved recent
-    tokens are the run's own window. Cost: O(Hk·N·D).
+    all candidates (as in kvpress), where the paper evicts block by block. Cost: O(Hk·N·D).
 
     Attributes:
         anchor: `normalised` averages unit keys, `raw` averages the keys themselves.
+        recent: share of the budget reserved for the newest tokens, rounded down (the paper's sliding window).
     """
 
     anchor: Literal["normalised", "raw"] = "normalised"
+    recent: float = 0.0
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_share(self, "recent")
+
+    @property
+    def nested(self) -> bool:  # type: ignore[override]
+        return self.recent == 0
+
+    def protection(self, budget: int) -> Protection:
+        return Protection(window=share_of(budget, self.recent))
 
     def score(self, state: Any, view: View) -> Tensor:
         """[Hk, N], minus the cosine to the anchor. A key of length zero has cosine 0."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
+from fractions import Fraction
 from typing import Any
 
 Reducer = typing.Literal["mean", "max", "sum"]
@@ -39,3 +40,17 @@ def check_positive(policy: Any, *names: str) -> None:
         value = getattr(policy, name)
         if not math.isfinite(value) or value <= 0:
             raise ValueError(f"{name}={value} should be above 0")
+
+
+def check_share(policy: Any, *names: str) -> None:
+    """Every named field lies in 0..1; raises ValueError."""
+    for name in names:
+        value = getattr(policy, name)
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}={value} should lie in 0..1")
+
+
+def share_of(budget: int, share: float) -> int:
+    """`share` of `budget` tokens, rounded down, exact in the decimal that was typed (as ratios are)."""
+    exact = Fraction(str(share))
+    return exact.numerator * budget // exact.denominator

@@ -59,3 +59,11 @@ class Policy:
     def score(self, state: Any, view: View) -> Tensor:
         """[Hk, N] in view.dtype or wider, one score per candidate in `view.tokens`; higher is kept."""
         raise KvtoolError("policy-broken", f"{type(self).__name__} defines no score")
+
+    def skips(self, geometry: Geometry) -> bool:
+        """Whether this layer is left whole, whatever the budget."""
+        return self.keeps_all
+
+    def diagnose(self, state: Any, view: View) -> dict[str, Tensor]:
+        """Numbers [H] that tell how the policy worked at this event, logged with the head's metrics."""
+        return {}

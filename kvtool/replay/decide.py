@@ -42,9 +42,9 @@ def decide(
     view = View.at(layer, step, steps_ahead if policy.oracle else None)
     count = view.tokens.shape[1]
     kept_all = RetainedSet.keep_all(geometry.kv_heads, layer.tokens)
-    if policy.keeps_all:
+    if policy.skips(geometry):
         return [_untouched(kept_all, view, protection) for _ in budgets]
-    scores = score(layer, label, policy, view)
+    scores, diagnostics = score(layer, label, policy, view)
     decided = []
     for budget in budgets:
         allowed = allocator.allocate(budget, count, geometry.kv_heads)
@@ -63,13 +63,14 @@ def decide(
             window=shield.window,
             overfull=selection.overfull,
             ranking=selection.ranking if policy.nested else None,
+            diagnostics=diagnostics,
         )
         decided.append(RetainedSet(evict_step, [event]))
     return decided
 
 
-def score(layer: Layer, label: str, policy: Policy, view: View) -> Tensor:
-    """[Hk, N] checked scores of `policy` at `view`, its state built up from the start of the sequence."""
+def score(layer: Layer, label: str, policy: Policy, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+    """Checked scores [Hk, N] and diagnostics of `policy` at `view`, its state built up from the start."""
     geometry = layer.geometry
     state = policy.start(geometry)
     rows = torch.arange(view.step).expand(geometry.kv_heads, -1)
@@ -82,7 +83,7 @@ def score(layer: Layer, label: str, policy: Policy, view: View) -> Tensor:
             "policy-broken",
             f"{label} gave scores {shape} at layer {geometry.layer}, expected floats {list(view.tokens.shape)}",
         )
-    return scores
+    return scores, policy.diagnose(state, view)
 
 
 def _ranked(label: str, scores: Tensor, view: View, shield: Protection) -> Ranking:

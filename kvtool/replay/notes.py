@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Literal
 
+from kvtool.layer import Geometry
 from kvtool.replay.plan import Cell
 from kvtool.retained import RetainedSet
 
 Kind = Literal["overfull", "no-effect"]
 
 
-def note_unit(cell: Cell, retained: RetainedSet, sequence: int, layer: int) -> list[dict[str, Any]]:
+def note_unit(cell: Cell, retained: RetainedSet, geometry: Geometry, sequence: int) -> list[dict[str, Any]]:
     """The notes on one cell of one unit, as plain values."""
     (event,) = retained.events
     kinds: list[Kind] = []
     if event.overfull:
         kinds.append("overfull")
     asked = cell.budget.ratio is None or cell.budget.ratio > 0
-    if asked and not cell.policy.keeps_all and bool((retained.evict_step == retained.tokens).all()):
+    if asked and not cell.policy.skips(geometry) and bool((retained.evict_step == retained.tokens).all()):
         kinds.append("no-effect")
     return [
         {
@@ -27,7 +28,7 @@ def note_unit(cell: Cell, retained: RetainedSet, sequence: int, layer: int) -> l
             "asked": f"ratio {cell.budget}" if cell.budget.ratio is not None else f"budget {cell.budget.tokens}",
             "allowed": int(event.budget.min()),
             "sequence": sequence,
-            "layer": layer,
+            "layer": geometry.layer,
         }
         for kind in kinds
     ]

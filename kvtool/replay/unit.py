@@ -45,13 +45,15 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int) -> Part:
         key = {"sequence": sequence.index, **cell.key(plan), "achieved": kept, "event": None, "layer": layer_id}
         partial = {name: metric.partial(found, layer.geometry, retained) for name, metric in built_in_metrics().items()}
         heads, alone = _columns(partial)
+        heads |= {"rho": [None] * layer.geometry.query_heads}  # one schema, whichever policies ran
+        heads |= {name: nullable(values) for name, values in event.diagnostics.items()}
         counted = {"candidates": count, "ties": int(event.ties.sum())}
         tables["layers"].append({**key, **alone, **counted})
         tables["rows"] += _rows(key, layer, heads)
         tables["ages"] += _ages(key, retained, layer, plan)
         tables["evict_steps"] += _evict_steps(key, retained)
         partials.append({**partial, "counts": {n: torch.tensor(v) for n, v in {**counted, "achieved": kept}.items()}})
-        notes += note_unit(cell, retained, sequence.index, layer_id)
+        notes += note_unit(cell, retained, layer.geometry, sequence.index)
     return Part(tables, partials, notes)
 
 
