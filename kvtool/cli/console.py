@@ -16,9 +16,14 @@ from kvtool.errors import KvtoolError
 Step = Callable[[int, int, str], None]  # done, total, what
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would exit 1, which means a finding here
+
+
 def answer(*parts: Any) -> None:
     """Print the answer. Without a terminal lines are not cut to 80 columns."""
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = _Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for part in parts:
         console.print(part)
 
