@@ -226,6 +226,11 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
     """
     root = Path(path)
     refuse_incomplete(root)
+    return load_trace(root)
+
+
+def load_trace(root: Path) -> Trace:
+    """`open_trace` for a folder that may still be unpublished: the writer's last check of its own work."""
     commit = read_commit(root)
     check_lengths(root, commit)
     tree = read_tree(root, commit)

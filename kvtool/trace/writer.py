@@ -31,6 +31,7 @@ from kvtool.trace.layout import (
     to_numpy,
 )
 from kvtool.trace.publish import WRITING, Publication, fsync_file, fsync_folder, write_durably, writing
+from kvtool.trace.reader import load_trace
 from kvtool.trace.spool import Spool
 
 
@@ -77,7 +78,7 @@ class TraceWriter:
         self.dtype, self.archive = dtype, archive
         self._planned = planned
         self._sequences: list[SequenceWriter] = []
-        self._projections: set[int] = set()
+        self._projections: dict[int, tuple[int, ...]] = {}
         self._entries: dict[str, Entry] = {}
         self._publication = Publication(Path(path), force=force)
         self.path, self.root = self._publication.path, self._publication.partial
@@ -97,7 +98,7 @@ class TraceWriter:
             raise KvtoolError("not-finite", f"the output projection of layer {layer} holds NaN or infinity")
         with writing(self.path):
             write_array(self.root, projection_path(layer), projection, archive=self.archive)
-        self._projections.add(layer)
+        self._projections[layer] = tuple(projection.shape)
 
     def sequence(
         self,
@@ -147,7 +148,19 @@ class TraceWriter:
             self.settle("")
             sealed, _ = seal(self._entries)
             write_durably(self.root / COMMIT, sealed)
+            self._refuse_unreadable()
         self._publication.publish()
+
+    def _refuse_unreadable(self) -> None:
+        """What cannot be opened is not published."""
+        try:
+            load_trace(self.root)
+        except KvtoolError as error:
+            raise KvtoolError("shape", f"what was written does not fit together: {error.message}") from error
+
+    def projection_shape(self, layer: int) -> tuple[int, ...] | None:
+        """[H, Dv, M] of a layer's output projection, None where none was given so far."""
+        return self._projections.get(layer)
 
     def settle(self, below: str) -> None:
         """Fsync every file and folder below, and note length and SHA-256 of each file not yet noted."""
@@ -276,6 +289,13 @@ class SequenceWriter:
             rows = self._spools[layer, name].rows
             if rows != (count if geometry.kv_source is None else 0):
                 raise KvtoolError("shape", f"layer {layer} has {rows} {name} for {count} tokens")
+        projection = self._trace.projection_shape(layer)
+        if projection is not None and projection[:2] != (geometry.query_heads, geometry.value_dim):
+            raise KvtoolError(
+                "shape",
+                f"the output projection of layer {layer} has shape {list(projection)}, expected "
+                f"[{geometry.query_heads}, {geometry.value_dim}, M]",
+            )
         donor = None if geometry.kv_source is None else self._geometries.get(geometry.kv_source)
         if geometry.kv_source is not None:
             if donor is None or donor.kv_source is not None:

@@ -318,6 +318,14 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(tmp_path: Path, case: s
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_could_not_be_opened_is_not_published(tmp_path: Path) -> None:
+    rotation = Rotation(6, inv_freq=torch.tensor([1.0, 0.5, 0.1]))
+    with pytest.raises(KvtoolError, match="turns channels 0 to 5, but keys have 4") as caught:
+        one_layer(tmp_path / "t", Geometry(0, 1, 1, 4, 4, 1.0, rotation=rotation), torch.ones(1, 5, 4))
+    assert caught.value.code == "shape"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_write_heads_asks_for_one_head_at_a_time(tmp_path: Path) -> None:
     asked = []
 
