@@ -30,7 +30,8 @@ def capture(
         progress: called with (stage, tokens done, tokens in all or None).
         notes: called with one sentence about anything worth knowing.
         options: the fields of kvtool.capture.request.Request, named like the command's options:
-            one of `prompt`, `prompt_file`, `prompts`, `text_file`, and so on.
+            one of `prompt`, `prompt_file`, `prompts`, `text_file` (a path or several), and so on;
+            `layers` may be a list of ids.
 
     Raises:
         KvtoolError: as the command does.
@@ -38,8 +39,13 @@ def capture(
     from kvtool.capture.run import run
     from kvtool.trace import open_trace
 
-    for name in ("prompt_file", "prompts", "text_file"):
+    for name in ("prompt_file", "prompts"):
         if options.get(name) is not None:
             options[name] = Path(options[name])
+    texts = options.get("text_file")
+    if texts is not None:
+        options["text_file"] = tuple(Path(t) for t in ([texts] if isinstance(texts, str | os.PathLike) else texts))
+    if isinstance(options.get("layers"), list | tuple | range):
+        options["layers"] = ",".join(map(str, options["layers"]))
     request = Request(model=os.fspath(model), output=Path(output), **options)
     return open_trace(run(request, progress=progress, notes=notes).path)

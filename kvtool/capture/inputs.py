@@ -16,7 +16,7 @@ class Input:
     """One sequence to run.
 
     Attributes:
-        name: the id of the prompt, or None.
+        name: the id of the prompt, the name of the text where there are several, or None.
         prompt: its tokens.
         forced: the evaluated tokens of teacher forcing; empty for generation.
         new_tokens: most tokens to generate; 0 for teacher forcing.
@@ -42,8 +42,8 @@ def read_inputs(request: Request, tokenization: Tokenization, position_limit: in
     Raises:
         KvtoolError: codes `prompt` (empty, too short, too long, with token counts) and `file-missing`.
     """
-    if request.text_file is not None:
-        found = [_forced(request, request.text_file, tokenization)]
+    if request.text_files:
+        found = [_forced(request, path, tokenization) for path in request.text_files]
     else:
         encode = tokenization.encode_chat if request.chat else tokenization.encode
         found = [Input(name, tuple(encode(text)), (), request.new_tokens) for name, text in _prompts(request)]
@@ -83,7 +83,8 @@ def _forced(request: Request, path: Path, tokenization: Tokenization) -> Input:
             f"{path} has {len(tokens)} tokens, but {request.prompt_tokens} + {request.eval_tokens} are asked for",
             "give a longer text, or fewer --prompt-tokens or --eval-tokens",
         )
-    return Input(None, tuple(tokens[: request.prompt_tokens]), tuple(tokens[request.prompt_tokens : wanted]), 0)
+    name = path.stem if len(request.text_files) > 1 else None
+    return Input(name, tuple(tokens[: request.prompt_tokens]), tuple(tokens[request.prompt_tokens : wanted]), 0)
 
 
 def _prompts(request: Request) -> list[tuple[str | None, str]]:

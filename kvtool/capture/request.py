@@ -88,7 +88,7 @@ class Request:
     prompt: str | None = None
     prompt_file: Path | None = None
     prompts: Path | None = None
-    text_file: Path | None = None
+    text_file: Path | tuple[Path, ...] | None = None
     prompt_tokens: int | None = None
     eval_tokens: int | None = None
     chat: bool = False
@@ -118,6 +118,13 @@ class Request:
         return parse_queries(self.queries)
 
     @property
+    def text_files(self) -> tuple[Path, ...]:
+        """The texts of teacher forcing, one sequence each."""
+        if self.text_file is None:
+            return ()
+        return self.text_file if isinstance(self.text_file, tuple) else (self.text_file,)
+
+    @property
     def new_tokens(self) -> int:
         return self.max_new_tokens or DEFAULT_NEW_TOKENS
 
@@ -131,7 +138,7 @@ class Request:
             "--prompt": self.prompt,
             "--prompt-file": self.prompt_file,
             "--prompts": self.prompts,
-            "--text-file": self.text_file,
+            "--text-file": self.text_file or None,
         }
         given = [name for name, value in modes.items() if value is not None]
         if len(given) != 1:
@@ -142,7 +149,7 @@ class Request:
             )
         self._check_mode(given[0])
         self._check_values()
-        for path in (self.prompt_file, self.prompts, self.text_file):
+        for path in (self.prompt_file, self.prompts, *self.text_files):
             if path is not None and not Path(path).is_file():
                 raise KvtoolError("file-missing", f"{path} is not a file")
         if self.output is None:

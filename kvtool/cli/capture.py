@@ -24,8 +24,10 @@ def command(
     prompts: Path | None = typer.Option(
         None, help='JSON lines, one sequence each: {"prompt": "...", "id": "..."}.', rich_help_panel=_INPUT
     ),
-    text_file: Path | None = typer.Option(
-        None, help="Teacher forcing on a text; needs the two options below.", rich_help_panel=_INPUT
+    text_file: list[Path] | None = typer.Option(
+        None,
+        help="Teacher forcing on a text; needs the two options below. Repeatable: one sequence each.",
+        rich_help_panel=_INPUT,
     ),
     prompt_tokens: int | None = typer.Option(
         None, min=1, help="With --text-file: the first N tokens are the prompt.", rich_help_panel=_INPUT
@@ -80,7 +82,7 @@ def command(
         prompt=prompt,
         prompt_file=prompt_file,
         prompts=prompts,
-        text_file=text_file,
+        text_file=tuple(text_file) if text_file else None,
         prompt_tokens=prompt_tokens,
         eval_tokens=eval_tokens,
         chat=chat,
