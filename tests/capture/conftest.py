@@ -70,6 +70,7 @@ CONFIGS: dict[str, Any] = {
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
     ),
     "qwen3": lambda: _config("Qwen3Config", head_dim=24),
+    "qwen3-wide": lambda: _config("Qwen3Config", head_dim=128),
     "mistral": lambda: _config("MistralConfig", sliding_window=9),
     "gemma2": lambda: _config(
         "Gemma2Config",
