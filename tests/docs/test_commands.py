@@ -1,0 +1,67 @@
+"""Every fenced command and every Python block of README and docs runs, page by page, in a fresh folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from kvtool.cli.main import run
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "sample_traces" / "README.md"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, content) of the fenced blocks that are meant to run."""
+    return re.findall(r"^```(bash|sh|console|python)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(block: str) -> list[str]:
+    joined = block.replace("\\\n", " ")
+    stripped = (re.sub(r"\s+#.*$", "", line).strip() for line in joined.splitlines())
+    return [line.removeprefix("$ ") for line in stripped if line and not line.startswith("#")]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what a reader of the pages has: the repository's samples, a text and some prompts."""
+    texts = sorted((ROOT / "sample_traces" / "texts").glob("*.txt"))
+    (tmp_path / "sample_traces").symlink_to(ROOT / "sample_traces")
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "text.txt").write_text("\n\n".join(t.read_text() for t in texts))
+    (tmp_path / "prompt.txt").write_text("The harbour office stood at the end of the stone pier.")
+    lines = [{"id": t.stem, "prompt": t.read_text()[:200]} for t in texts]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_page_runs_from_top_to_bottom(
+    page: Path, place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = 0
+    module = types.ModuleType("page_under_test")  # dataclasses look their module up by name
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for language, content in blocks(page):
+        if language == "python":
+            exec(compile(content, f"{page.name}", "exec"), module.__dict__)
+            ran += 1
+            continue
+        for line in commands(content):
+            program, *arguments = shlex.split(line)
+            if program == "make":
+                assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in arguments), line
+            else:
+                assert program == "kvtool", f"{page.name} runs {program}"
+                code = run(arguments)
+                assert code == 0, f"{line}\n{capfd.readouterr().err}"
+            ran += 1
+    assert ran > 0
