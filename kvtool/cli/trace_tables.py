@@ -96,9 +96,14 @@ def layer_table(found: Mapping[str, Any]) -> Table:
 
 def serving_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     """What can be replayed on this trace, and what is missing for the rest."""
-    table = _table("what this trace can serve", "name", "kind", "served", "why not")
-    for row in rows:
-        table.add_row(row["name"], row["kind"], "yes" if row["ok"] else "no", Text(row["reason"] or ""))
+    rows = list(rows)
+    table = _table("what this trace can serve", "kind", "served", "name", "why not")
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        served = [row["name"] for row in rows if row["kind"] == kind and row["ok"]]
+        table.add_row(kind, "yes", Text(", ".join(served) or "none"), "")
+        for row in rows:
+            if row["kind"] == kind and not row["ok"]:
+                table.add_row(kind, "no", Text(row["name"]), Text(row["reason"] or ""))
     return table
 
 

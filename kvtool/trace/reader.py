@@ -1,10 +1,8 @@
-"""Reader: opens a trace after checking it, and hands out its layers lazily."""
+"""Reader: a trace that was checked, and its layers, lazily."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,12 +16,9 @@ from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry, Layer
 from kvtool.rotation import Rotation
 from kvtool.trace.array import read_array
-from kvtool.trace.attributes import parse_layer
-from kvtool.trace.commit import Commit, read_commit, refuse_newer
-from kvtool.trace.consistency import check_layer, check_sequence, sequence_fields
-from kvtool.trace.layout import ATTRIBUTE, COMMIT, FLOATS, layer_path, projection_path, sequence_path
-from kvtool.trace.metadata import Tree, check_lengths, read_tree
-from kvtool.trace.publish import WRITING, siblings
+from kvtool.trace.commit import Commit
+from kvtool.trace.layout import FLOATS, layer_path, projection_path, sequence_path
+from kvtool.trace.metadata import Tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,102 +208,3 @@ class Sequence:
                 "import the dump again with the layer's rotation",
             )
         return rotation.rotate(keys.to(torch.float32), self.positions, torch.arange(self.length))
-
-
-def open_trace(path: str | os.PathLike[str]) -> Trace:
-    """Open a trace: format, commit file, lengths of all files and safety of all metadata are checked.
-
-    Contents of arrays are compared with their checksums when they are read, and all at once by
-    `kvtool inspect --verify`.
-
-    Raises:
-        KvtoolError: `file-missing`, `trace-not`, `trace-incomplete`, `trace-damaged`, `trace-unsafe`, `trace-format`.
-    """
-    root = Path(path)
-    refuse_incomplete(root)
-    return load_trace(root)
-
-
-def load_trace(root: Path) -> Trace:
-    """`open_trace` for a folder that may still be unpublished: the writer's last check of its own work."""
-    commit = read_commit(root)
-    check_lengths(root, commit)
-    tree = read_tree(root, commit)
-    manifest = tree.groups.get("", {}).get(ATTRIBUTE)
-    if not isinstance(manifest, dict):
-        raise KvtoolError("trace-unsafe", f"{root} has no manifest in the attribute {ATTRIBUTE}")
-    refuse_newer(manifest.get("format"), root)
-    trace = Trace(root, commit, tree, manifest)
-    numbers = sorted(int(found[1]) for group in tree.groups if (found := re.match(r"sequences/(\d+)\Z", group)))
-    if not numbers or numbers != list(range(len(numbers))):
-        raise KvtoolError("trace-unsafe", f"{root} has the sequences {numbers}, expected 0, 1, 2 and so on")
-    for index in numbers:
-        trace.sequences.append(_sequence(trace, index))
-    if (
-        len({info.logical for name, info in tree.arrays.items() if name.endswith(("/queries", "/keys", "/values"))})
-        != 1
-    ):
-        raise KvtoolError("trace-unsafe", f"{root} stores queries, keys and values in more than one dtype")
-    return trace
-
-
-def _sequence(trace: Trace, index: int) -> Sequence:
-    path = sequence_path(index)
-    attributes, length, prompt_length = sequence_fields(trace.tree.groups[path].get(ATTRIBUTE), f"sequence {index}")
-    check_sequence(trace.tree, path, length)
-    parsed: dict[int, tuple[Geometry, bool]] = {}
-    prefix = f"{path}/layers/"
-    for group, values in trace.tree.groups.items():
-        if group.startswith(prefix):
-            layer = int(group.removeprefix(prefix))
-            recorded = f"{group}/rotation_cos" in trace.tree.arrays
-            where = f"layer {layer} of sequence {index}"
-            parsed[layer] = parse_layer(values.get(ATTRIBUTE), layer, where, recorded=recorded)
-    for layer in parsed:
-        check_layer(trace.tree, index, layer, {number: entry[0] for number, entry in parsed.items()}, length)
-    if not parsed:
-        raise KvtoolError("trace-unsafe", f"sequence {index} has no layers")
-    return Sequence(trace, index, attributes, length, prompt_length, sorted(parsed), parsed)
-
-
-def refuse_incomplete(root: Path) -> None:
-    """Complain when there is no published trace at `root`, saying what is there instead.
-
-    Raises:
-        KvtoolError: `file-missing`, `trace-not` or `trace-incomplete`.
-    """
-    partials = [root] if (root / WRITING).is_dir() else [] if root.exists() else siblings(root, "partial")
-    if partials:
-        whole, planned = _progress(partials[-1])
-        raise KvtoolError(
-            "trace-incomplete",
-            f"{root} is incomplete, {whole} of {planned} sequences whole: its writer was stopped or is still running",
-            "write it again; what is left over is removed by that",
-        )
-    if not root.exists():
-        older = siblings(root, "replaced")
-        if older:
-            raise KvtoolError(
-                "trace-incomplete",
-                f"{root} is incomplete: its writer was stopped while it replaced an older trace",
-                f"the older one is whole: mv {older[-1]} {root}",
-            )
-        raise KvtoolError("file-missing", f"{root} does not exist", "kvtool capture and kvtool import write traces")
-    if not (root / COMMIT).exists():
-        what = (
-            "has no COMMIT.json, so it was never completed" if (root / "zarr.json").exists() else "is no kvtool trace"
-        )
-        code = "trace-incomplete" if (root / "zarr.json").exists() else "trace-not"
-        raise KvtoolError(code, f"{root} {what}", "a trace is a folder that kvtool capture or kvtool import wrote")
-
-
-def _progress(partial: Path) -> tuple[int, int]:
-    """Sequences that are whole, and how many there should be."""
-    writing = partial / WRITING
-    if not writing.is_dir():  # every sequence is whole, only the last rename is missing
-        count = sum(1 for _ in (partial / "sequences").glob("[0-9]*")) if (partial / "sequences").is_dir() else 0
-        return count, count
-    whole = sum(1 for _ in writing.glob("*.whole"))
-    planned = writing / "planned"
-    written = planned.read_text().strip() if planned.is_file() else ""
-    return whole, max(whole, int(written) if written.isdigit() else 0)

@@ -110,7 +110,7 @@ def accuracy_error(trace: Trace, results: list[Recomputed]) -> KvtoolError | Non
     run, stored = dtypes(trace)
     return KvtoolError(
         "trace-inaccurate",
-        f"attention recomputed from {trace.path} is off by {worst.error:.3g} in sequence {worst.sequence}, "
+        f"attention recomputed from the trace is off by {worst.error:.3g} in sequence {worst.sequence}, "
         f"layer {worst.layer} (bound {worst.bound:g} for a {run} run stored as {stored}; {len(wrong)} beyond it)",
         "scale, softcap, sink logits, window or mask are not what the model used",
     )

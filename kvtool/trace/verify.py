@@ -13,7 +13,7 @@ from kvtool.errors import KvtoolError
 from kvtool.trace.commit import Entry, file_entry, read_commit
 from kvtool.trace.layout import COMMIT
 from kvtool.trace.metadata import list_files
-from kvtool.trace.reader import refuse_incomplete
+from kvtool.trace.opening import refuse_incomplete
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry
 from kvtool.rotation import Rotation
 from kvtool.trace import TraceWriter, open_trace
-from kvtool.trace.array import write_array, write_heads
+from kvtool.trace.array import read_array, write_array, write_heads
 from kvtool.trace.layout import chunk_rows
-from kvtool.trace.reader import read_array
 
 
 def every_pattern(dtype: torch.dtype) -> torch.Tensor:
