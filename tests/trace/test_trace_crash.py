@@ -18,7 +18,7 @@ import torch
 
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry
-from kvtool.trace import TraceWriter, open_trace
+from kvtool.trace import Trace, TraceWriter, open_trace
 from kvtool.trace.publish import WRITING, Publication, siblings
 from kvtool.trace.verify import verify_bytes
 
@@ -291,6 +291,30 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(KvtoolError, match=r"cannot write .*: Permission denied") as caught:
         small(tmp_path / "run.zarr")
     assert caught.value.code == "write-failed"
+
+
+def test_a_refused_check_publishes_nothing_and_keeps_the_older_trace(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    small(path, 1.0)
+    seen: list[int] = []
+
+    def check(trace: Trace) -> None:
+        seen.append(int(trace.sequences[0].layer(0).keys.sum()))
+        raise KvtoolError("trace-inaccurate", "no")
+
+    def write() -> None:
+        options = {"dtype": torch.float32, "force": True, "check": check}
+        with TraceWriter(path, model={}, tokenizer=None, capture={}, **options) as writer:
+            sequence = writer.sequence({0: Geometry(0, 1, 1, 2, 2, 1.0)}, prompt_length=1)
+            ones = torch.ones(1, 3, 2)
+            sequence.append(0, keys=ones, values=ones, queries=ones, query_steps=torch.arange(3))
+            sequence.finish(tokens=torch.zeros(3), positions=torch.arange(3))
+
+    with pytest.raises(KvtoolError, match="no"):
+        write()
+    assert seen == [6]
+    assert mark_of(path) == 1.0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.zarr"]
 
 
 def test_a_missing_parent_is_named(tmp_path: Path) -> None:
