@@ -131,7 +131,9 @@ def _unsafe(root: Path, name: str, what: str) -> KvtoolError:
 
 def _attributes(root: Path, where: str, document: Mapping[str, Any]) -> dict[str, Any]:
     attributes = document.get("attributes", {})
-    if not isinstance(attributes, dict) or set(document) - {"zarr_format", "node_type", "attributes"}:
+    known = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
+    consolidated = document.get("consolidated_metadata")  # Zarr 3.0 writes null
+    if not isinstance(attributes, dict) or set(document) - known or consolidated is not None:
         raise _unsafe(root, where, "holds more than the attributes of a group")
     return attributes
 

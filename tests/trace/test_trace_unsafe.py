@@ -345,6 +345,14 @@ def test_no_format_number(make_trace: Callable[..., Path], value: Any) -> None:
     refused(path, "states no format number")
 
 
+def test_consolidated_metadata_is_refused_and_null_is_not(make_trace: Callable[..., Path]) -> None:
+    path = make_trace(lengths=(6,))
+    edit(path, "zarr.json", lambda d: d.update(consolidated_metadata=None))
+    assert open_trace(path).layer_ids == [3, 11]
+    edit(path, "zarr.json", lambda d: d.update(consolidated_metadata={"kind": "inline", "metadata": {}}))
+    refused(path, "holds more than the attributes of a group")
+
+
 def test_missing_sequence_number(make_trace: Callable[..., Path]) -> None:
     path = make_trace()
     (path / "sequences/0000").rename(path / "sequences/0005")
