@@ -14,6 +14,7 @@ CODES: dict[str, str] = {
     "policy-parameter": "a parameter the policy lacks, or a value of the wrong type or range",
     "policy-broken": "a policy whose scores have the wrong shape or contain NaN",
     "not-eviction": "a method that re-selects tokens for every query: nothing is evicted, so it cannot be replayed",
+    "package-missing": "an optional package that this command needs is not installed",
     "model-missing": "a model that is not there: wrong path, not installed, or a download without --online",
     "model-unsafe": "a model that would run code on loading: its own modules, or pickled weights",
     "model-load": "a model or tokenizer that cannot be loaded: damaged, incomplete, or of an unknown architecture",

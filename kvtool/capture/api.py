@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.capture.request import Request
+from kvtool.errors import KvtoolError
+from kvtool.registry import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +39,10 @@ def capture(
     Raises:
         KvtoolError: as the command does.
     """
+    known = [field.name for field in fields(Request) if field.name not in ("model", "output")]
+    for name in options:
+        if name not in known:
+            raise KvtoolError("usage", f"capture has no option {name!r}", did_you_mean(name, known))
     from kvtool.capture.run import run
     from kvtool.trace import open_trace
 

@@ -12,7 +12,6 @@ import torch
 
 from kvtool.capture.loading import load_config, load_model, load_tokenizer
 from kvtool.capture.source import Source
-from kvtool.errors import KvtoolError
 
 
 def cache_folder() -> Path:
@@ -48,16 +47,3 @@ def converted(source: Source, notes: Callable[[str], None]) -> Source:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return copy
-
-
-def require_gguf() -> None:
-    """Refuse early and clearly where the packages that read GGUF are absent.
-
-    Raises:
-        KvtoolError: code `model-load`.
-    """
-    import importlib.util
-
-    for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise KvtoolError("model-load", f"GGUF files need the package {package}", "pip install 'kvtool[capture]'")

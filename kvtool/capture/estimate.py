@@ -48,7 +48,8 @@ class _Shapes:
 
 @torch.no_grad()
 def meta_shapes(model: Any) -> dict[int, LayerShape] | None:
-    """Layer sizes of a model without weights; None where its forward depends on values (mixtures of experts)."""
+    """Layer sizes of a model without weights; None where its forward depends on values."""
+    _without_values(model)
     tokens = torch.zeros(1, 8, dtype=torch.int64, device="meta")
     try:
         first, second = _Shapes(), _Shapes()
@@ -76,6 +77,15 @@ def meta_shapes(model: Any) -> dict[int, LayerShape] | None:
         )
         owners.add(owner)
     return shapes
+
+
+def _without_values(model: Any) -> None:
+    """Make a skeleton's forward independent of values: experts pass their input on, rotations stop growing."""
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.forward = lambda hidden_states, *args, **kwargs: hidden_states
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.rope_type = "default"
 
 
 def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -84,7 +84,8 @@ class Outcome:
             how = "evaluated" if s.stopped is None else f"generated, stopped by {s.stopped}"
             lines.append(f"  {s.name or index}: {s.prompt_tokens:,} tokens of prompt + {after:,} {how}")
             if s.text is not None:
-                shown = " ".join(s.text.split())
+                # A model may generate anything, terminal control characters included.
+                shown = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(s.text.split()))
                 lines.append(f"    {shown if len(shown) <= 200 else shown[:197] + '...'}")
         return "\n".join(lines)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvtool.capture.converted import converted, require_gguf
+from kvtool.capture.converted import converted
 from kvtool.capture.estimate import Estimate, LayerShape, disk_bytes, memory_bytes, meta_shapes, size
 from kvtool.capture.generation import Decoding, Feed, generate
 from kvtool.capture.hook import observed
@@ -20,6 +20,7 @@ from kvtool.capture.layers import chosen_layers, say_gaps
 from kvtool.capture.loading import Loaded, load_config, load_model, load_tokenizer, run_dtype, skeleton
 from kvtool.capture.manifest import capture_manifest, model_manifest, sequence_attributes
 from kvtool.capture.outcome import Outcome, SequenceOutcome
+from kvtool.capture.packages import require
 from kvtool.capture.probe import Probed, probe
 from kvtool.capture.quiet import quiet, threads
 from kvtool.capture.recorder import SAMPLE_STEPS, Recorder
@@ -62,6 +63,7 @@ def run(
         KvtoolError: see docs/capture.md; nothing is published then.
     """
     request.check()
+    require("transformers")
     progress, notes = progress or (lambda stage, done, total: None), notes or (lambda text: None)
     with quiet(), threads(request.threads):
         progress("loading", 0, None)
@@ -80,6 +82,7 @@ def run(
 def dry_run(request: Request, *, notes: Notes | None = None) -> Estimate:
     """What `run` would take: tokens, disk, memory. Weights are read only where sizes depend on values."""
     request.check(output_needed=False)
+    require("transformers")
     notes = notes or (lambda text: None)
     with quiet(), threads(request.threads):
         estimate = _estimate(request, _prepare(request, notes))
@@ -90,7 +93,7 @@ def dry_run(request: Request, *, notes: Notes | None = None) -> Estimate:
 def _prepare(request: Request, notes: Notes) -> _Prepared:
     source = find_source(request.model, online=request.online)
     if source.gguf:
-        require_gguf()
+        require("gguf", "accelerate")  # transformers reads GGUF through both
     if request.model == PACKAGED:
         source = converted(source, notes)
     config = load_config(source)

@@ -124,3 +124,72 @@ def test_stderr_is_clean_in_a_process_of_its_own(folder, tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     lines = done.stderr.splitlines()
     assert [line.split(":")[0] for line in lines] == ["checked", "next"]
+
+
+def test_every_option_is_documented():
+    """docs/capture.md against the command's signature."""
+    import inspect
+    from pathlib import Path
+
+    from kvtool.cli.capture import command
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "capture.md").read_text()
+    names = {name.replace("_", "-") for name in inspect.signature(command).parameters}
+    names = names - {"model", "output", "as-json", "output-projection"} | {"json", "no-output-projection"}
+    assert [name for name in sorted(names) if f"--{name}" not in page] == []
+    assert "-o run.zarr" in page
+
+
+def test_a_model_whose_sizes_depend_on_values_is_loaded_for_its_estimate(folder, capsys, monkeypatch):
+    words = ["capture", str(folder("gemma3n")), "--prompt", "Hello", "--dry-run", "--json"]
+    assert run(words) == 0
+    bare = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr("kvtool.capture.run.meta_shapes", lambda model: None)
+    assert run(words) == 0
+    assert json.loads(capsys.readouterr().out) == bare
+    assert run([*words, "--max-memory", "10kB"]) == 2
+    assert "the weights alone take" in capsys.readouterr().err
+
+
+def test_an_absent_package_is_named(folder, tmp_path, capsys, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
+    assert run(["capture", str(folder("llama")), "-o", str(tmp_path / "r.zarr"), "--prompt", "x"]) == 2
+    said = capsys.readouterr().err
+    assert "needs the package transformers" in said
+    assert "kvtool[capture]" in said
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(folder, tmp_path):
+    """With rate and time left; a pseudo-terminal as stderr."""
+    import os
+    import pty
+
+    leader, follower = pty.openpty()
+    code = "from kvtool.cli.main import main; main()"
+    words = [
+        "capture",
+        str(folder("llama")),
+        "-o",
+        str(tmp_path / "r.zarr"),
+        "--prompt",
+        "Hi",
+        "--max-new-tokens",
+        "200",
+    ]
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=follower)
+    os.close(follower)
+    said = b""
+    try:
+        while part := os.read(leader, 65536):
+            said += part
+    except OSError:  # the other end is closed
+        pass
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    assert b"generated" in out
+    assert b"\x1b" not in out
+    assert b"capturing" in said
+    assert b"tokens/s" in said

@@ -312,3 +312,9 @@ def test_the_package_is_the_function_too(folder, tmp_path):
     trace = kvtool.capture(folder("llama"), tmp_path / "run.zarr", prompt="Hi", max_new_tokens=1)
     assert trace.sequences[0].length == 3
     assert kvtool.capture.capture is capture
+
+
+def test_an_unknown_option_is_named(folder, tmp_path):
+    with pytest.raises(KvtoolError, match="no option 'promt'") as caught:
+        capture(folder("llama"), tmp_path / "run.zarr", promt="Hi")
+    assert "did you mean prompt" in caught.value.hint
