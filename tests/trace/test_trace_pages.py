@@ -102,9 +102,10 @@ def test_the_recipe_and_the_command_give_a_trace(here: Path) -> None:
     (code,) = blocks(IMPORT, "python")
     names: dict[str, object] = {}
     exec(compile(code, "import.md", "exec"), names)
-    (command,) = blocks(IMPORT, "bash")
-    result = CliRunner().invoke(app, command.split()[1:])
-    assert result.exit_code == 0, result.output
+    (commands,) = blocks(IMPORT, "bash")
+    for command in commands.splitlines():
+        result = CliRunner().invoke(app, command.split()[1:])
+        assert result.exit_code == 0, result.output
     trace = open_trace(here / "run.zarr")
     (sequence,) = trace.sequences
     assert (sequence.length, sequence.prompt_length, sequence.layer_ids) == (56, 48, [0, 1])
@@ -122,6 +123,7 @@ def test_the_reading_example_runs(
     assert os.listdir(here) == ["run.zarr"]
     names: dict[str, object] = {}
     (code,) = blocks(FORMAT, "python")
+    code = code.replace("sample_traces/smollm2.zarr", "run.zarr")
     exec(compile(code, "trace-format.md", "exec"), names)
     layer = open_trace(here / "run.zarr").sequences[0].layer(3)
     assert capsys.readouterr().out == "{'name': 'toy'}\n(40, 40)\n"
