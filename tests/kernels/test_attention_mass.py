@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from kvtool.kernels.attention_mass import attention_blocks, attention_mass
 
 

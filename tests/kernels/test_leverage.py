@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from kvtool.kernels.leverage import LeverageError, leverage_scores, reference, weighted_gram
 
 

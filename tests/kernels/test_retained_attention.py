@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from kvtool.kernels.retained_attention.reference import CellBlock, attention, retained_attention
 from torch import Tensor
+
+from kvtool.kernels.retained_attention.reference import CellBlock, attention, retained_attention
 
 torch.set_num_threads(1)
 

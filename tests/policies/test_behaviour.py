@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from kvtool.kernels.attention_mass import attention_blocks
-from kvtool.kernels.attention_mass.reference import TILE_BYTES
 
 from kvtool.errors import KvtoolError
+from kvtool.kernels.attention_mass import attention_blocks
+from kvtool.kernels.attention_mass.reference import TILE_BYTES
 from kvtool.layer import Layer
 from kvtool.policies import BUILT_IN, Protection, policy_from_text
 from kvtool.rotation import Rotation

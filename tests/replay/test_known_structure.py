@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvtool.kernels.attention_mass.reference import attention_mass
 
+from kvtool.kernels.attention_mass.reference import attention_mass
 from kvtool.layer import Layer
 from kvtool.replay import replay
 from kvtool.result import Result
