@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from kvtool.capture.hook import AttentionCall
-from kvtool.capture.probe import Probed, position_embeddings_of
+from kvtool.capture.module_inputs import position_embeddings_of
+from kvtool.capture.probe import Probed
 from kvtool.capture.request import QuerySelection
-from kvtool.capture.rotation import RotationWatch, received_tables
+from kvtool.capture.rotation import received_tables
+from kvtool.capture.rotation_watch import RotationWatch
 from kvtool.capture.visibility import check_mask
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry

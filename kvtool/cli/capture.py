@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from kvtool.capture.run import Outcome
+    from kvtool.capture.outcome import Outcome
 
 _INPUT, _RUN, _STORE, _LIMITS = "Input (exactly one)", "The run", "What is stored", "Limits and safety"
 
@@ -103,7 +103,7 @@ def command(
         force=force,
     )
     request.check(output_needed=not dry_run)
-    from kvtool.capture.run import dry_run as estimate
+    from kvtool.capture.dry_run import dry_run as estimate
     from kvtool.capture.run import run
 
     if dry_run:

@@ -18,7 +18,7 @@ from kvtool.capture.probe import probe
 from kvtool.capture.quiet import quiet
 from kvtool.capture.recorder import Recorder
 from kvtool.capture.request import parse_queries
-from kvtool.capture.rotation import RotaryState
+from kvtool.capture.rotation_watch import RotaryState
 
 VOCABULARY = 300
 _BASE: dict[str, Any] = {

@@ -35,7 +35,7 @@ RECORDED = [
 
 def plain(model, pushes, chunk=None):
     """Logits behind each push of the model alone."""
-    from kvtool.capture.rotation import RotaryState
+    from kvtool.capture.rotation_watch import RotaryState
 
     state = RotaryState(model)
     feed = Feed(model, chunk=chunk)

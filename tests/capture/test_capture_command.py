@@ -144,7 +144,7 @@ def test_a_model_whose_sizes_depend_on_values_is_loaded_for_its_estimate(folder,
     words = ["capture", str(folder("gemma3n")), "--prompt", "Hello", "--dry-run", "--json"]
     assert run(words) == 0
     bare = json.loads(capsys.readouterr().out)
-    monkeypatch.setattr("kvtool.capture.run.meta_shapes", lambda model: None)
+    monkeypatch.setattr("kvtool.capture.dry_run.meta_shapes", lambda model: None)
     assert run(words) == 0
     assert json.loads(capsys.readouterr().out) == bare
     assert run([*words, "--max-memory", "10kB"]) == 2

@@ -12,8 +12,8 @@ import pytest
 import tokenizers
 
 from kvtool.capture import capture
+from kvtool.capture.dry_run import dry_run
 from kvtool.capture.request import Request
-from kvtool.capture.run import dry_run
 from kvtool.errors import KvtoolError
 
 NAMES = {
@@ -111,7 +111,7 @@ def test_gguf_and_safetensors_agree(gguf_file, folder, tmp_path, name):
 
 def test_a_gguf_files_expanded_size_is_known_before_loading(gguf_file, tiny, monkeypatch):
     """Quantized or not, it becomes float32: the limit is held against that."""
-    monkeypatch.setattr("kvtool.capture.run.load_model", lambda *args: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kvtool.capture.prepare.load_model", lambda *args: pytest.fail("weights were loaded"))
     request = Request(model=str(gguf_file["llama"]), prompt="Hello", max_new_tokens=4)
     estimate = dry_run(request)
     parameters = sum(parameter.numel() for parameter in tiny("llama").parameters())

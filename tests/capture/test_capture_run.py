@@ -117,17 +117,17 @@ def test_one_shot_and_chunked_prefill_agree(folder, tmp_path, text_file):
 
 def test_a_trace_from_eager_attention_is_the_same(folder, tmp_path, text_file, monkeypatch):
     """sdpa hands out no weights; what is recorded must not depend on that."""
-    from kvtool.capture import run as running
+    from kvtool.capture import prepare as preparing
 
     a = forced(folder, tmp_path, text_file)
-    original = running.load_model
+    original = preparing.load_model
 
     def eager(*args):
         model = original(*args)
         model.set_attn_implementation("eager")
         return model
 
-    monkeypatch.setattr(running, "load_model", eager)
+    monkeypatch.setattr(preparing, "load_model", eager)
     b = forced(folder, tmp_path, text_file, out="eager.zarr")
     assert b.manifest["capture"]["attention"] == "eager"
     for layer in a.layer_ids:
@@ -157,15 +157,15 @@ def test_generation_is_the_models_own(folder, tmp_path, tiny, name):
 
 
 def test_end_of_text_stops_and_is_recorded(folder, tmp_path, tiny, monkeypatch):
-    from kvtool.capture import run as running
+    from kvtool.capture import sequences
+    from kvtool.capture.request import Request
+    from kvtool.capture.run import run
 
     prompt = [3 + i for i in byte_ids(b"Pack my box")]
     end = greedy(tiny("llama"), prompt, 4)[-1]
-    monkeypatch.setattr(running, "stop_tokens", lambda model: frozenset([end]))
-    outcome = running.run(
-        running.Request(
-            model=str(folder("llama")), output=tmp_path / "run.zarr", prompt="Pack my box", max_new_tokens=20
-        )
+    monkeypatch.setattr(sequences, "stop_tokens", lambda model: frozenset([end]))
+    outcome = run(
+        Request(model=str(folder("llama")), output=tmp_path / "run.zarr", prompt="Pack my box", max_new_tokens=20)
     )
     tokens = open_trace(tmp_path / "run.zarr").sequences[0].tokens.tolist()
     assert tokens[-1] == end
@@ -239,16 +239,16 @@ def test_stored_dtypes(folder, tmp_path, text_file):
 
 
 def test_overflow_is_an_error_and_leaves_nothing(folder, tmp_path, text_file, monkeypatch):
-    from kvtool.capture import run as running
+    from kvtool.capture import prepare as preparing
 
-    original = running.load_model
+    original = preparing.load_model
 
     def large(*args):
         model = original(*args)
         model.model.layers[1].self_attn.v_proj.weight.mul_(1e5)
         return model
 
-    monkeypatch.setattr(running, "load_model", large)
+    monkeypatch.setattr(preparing, "load_model", large)
     with pytest.raises(KvtoolError, match="layer 1 values") as caught:
         forced(folder, tmp_path, text_file, dtype="float16")
     assert caught.value.code == "overflow"

@@ -1,0 +1,122 @@
+"""Run every input and write its sequence."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvtool.capture.generation import Decoding, Feed, generate
+from kvtool.capture.hook import observed
+from kvtool.capture.inputs import Input
+from kvtool.capture.loading import Loaded
+from kvtool.capture.manifest import capture_manifest, model_manifest, sequence_attributes
+from kvtool.capture.outcome import SequenceOutcome
+from kvtool.capture.prepare import Prepared, Progress
+from kvtool.capture.probe import Probed
+from kvtool.capture.recorder import Recorder
+from kvtool.capture.request import Request
+from kvtool.capture.rotation_watch import RotaryState
+from kvtool.trace import TraceWriter
+
+
+def write_sequences(
+    request: Request,
+    ready: Prepared,
+    loaded: Loaded,
+    probed: dict[int, Probed],
+    progress: Progress,
+    argv: list[str] | None,
+) -> list[SequenceOutcome]:
+    """Run every input in turn; the trace is published when all are whole."""
+    assert request.output is not None
+    total = sum(item.most_tokens for item in ready.inputs)
+    done, outcomes = 0, []
+    with TraceWriter(
+        request.output,
+        model=model_manifest(loaded),
+        tokenizer=ready.tokenization.manifest(),
+        capture=capture_manifest(request, loaded, argv),
+        dtype=ready.stored,
+        force=request.force,
+        planned=len(ready.inputs),
+    ) as writer:
+        if request.output_projection:
+            for layer, entry in probed.items():
+                matrix = entry.output_projection()
+                if matrix is not None:
+                    writer.output_projection(layer, matrix)
+        rotary = RotaryState(loaded.model)
+        for item in ready.inputs:
+
+            def count(tokens: int) -> None:
+                nonlocal done
+                done += tokens
+                progress("capturing", done, total)
+
+            rotary.restore()
+            outcomes.append(_sequence(request, ready, loaded.model, probed, writer, item, count))
+    return outcomes
+
+
+def _sequence(
+    request: Request,
+    ready: Prepared,
+    model: Any,
+    probed: dict[int, Probed],
+    writer: TraceWriter,
+    item: Input,
+    count: Callable[[int], None],
+) -> SequenceOutcome:
+    """Run one input and write its sequence."""
+    prompt = list(item.prompt)
+    attributes = sequence_attributes(request, item)
+    sink = writer.sequence(
+        {layer: entry.geometry for layer, entry in probed.items()}, prompt_length=len(prompt), attributes=attributes
+    )
+    known = None if item.new_tokens else item.most_tokens
+    recorder = Recorder(model, probed, len(prompt), request.query_selection, known, sink)
+    feed = Feed(model, chunk=request.chunk, around=recorder.forward, progress=count)
+    stop = stop_tokens(model) | ready.tokenization.stop_tokens
+    with observed(model, recorder), recorder.watching():
+        if item.new_tokens:
+            decoding = Decoding(request.temperature or 0.0, request.top_k, request.top_p)
+            seed = sequence_seed(request.seed, prompt)
+            after = list(generate(feed, prompt, item.new_tokens, stop, decoding, seed))
+        else:
+            feed.push(prompt)
+            after = list(item.forced)
+            feed.push(after)
+    tokens = prompt + after
+    pieces = ready.tokenization.pieces(tokens)
+    geometries = recorder.finish()
+    sink.finish(
+        tokens=torch.tensor(tokens),
+        positions=torch.arange(len(tokens)),
+        text=pieces,
+        output_samples=recorder.samples(),
+        geometries=geometries,
+    )
+    return SequenceOutcome(
+        name=item.name,
+        prompt_tokens=len(prompt),
+        tokens=len(tokens),
+        stopped=None if not item.new_tokens else "end-of-text" if after[-1] in stop else "length",
+        text=b"".join(pieces[len(prompt) :]).decode(errors="replace") if item.new_tokens else None,
+    )
+
+
+def stop_tokens(model: Any) -> frozenset[int]:
+    """The model's own end-of-text tokens."""
+    settings = getattr(model, "generation_config", None)
+    ends = getattr(settings, "eos_token_id", None)
+    ends = model.config.get_text_config().eos_token_id if ends is None else ends
+    return frozenset() if ends is None else frozenset(int(e) for e in (ends if isinstance(ends, list) else [ends]))
+
+
+def sequence_seed(seed: int, prompt: list[int]) -> int:
+    """Seed of one sequence's draws: a function of the user's seed and the prompt, not of its place in the run."""
+    digest = hashlib.sha256(f"{seed}:{','.join(map(str, prompt))}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
