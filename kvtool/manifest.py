@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -42,6 +44,12 @@ def environment(*packages: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "argv": list(sys.argv),
     }
+
+
+def source_digest(cls: type) -> str | None:
+    """SHA-256 of the file that defines `cls`: two policies of one name may differ in their code."""
+    file = inspect.getsourcefile(cls)
+    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def parameters(value: Any) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvtool.errors import KvtoolError
+from kvtool.files import write_durably, writing
+from kvtool.manifest import digest
 
 SCHEMA = "kvtool.replay/1"
 TABLES = ("cells", "layers", "rows", "ages", "evict_steps")
@@ -108,25 +108,24 @@ class Result:
         """Write the tables as Parquet and, last, manifest.json: a folder without it is unfinished.
 
         Raises:
-            KvtoolError: code `disk-full`.
+            KvtoolError: code `disk-full` or `write-failed`.
         """
         folder = Path(path)
-        try:
+        document: dict[str, Any] = {"schema": SCHEMA, "manifest": self.manifest, "warnings": self.warnings, "files": {}}
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "manifest.json").unlink(missing_ok=True)  # never an old manifest beside new tables
             for name, table in self.tables.items():
-                write_parquet(table, folder / f"{name}.parquet")
-            document = {"schema": SCHEMA, "manifest": self.manifest, "warnings": self.warnings}
-            write_atomically(folder / "manifest.json", json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
-        except OSError as error:
-            raise unwritable(folder, error) from error
+                document["files"][name] = write_parquet(table, folder / f"{name}.parquet")
+            document["digest"] = digest(document)
+            write_durably(folder / "manifest.json", json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Result:
         """Read a folder that `save` wrote.
 
         Raises:
-            KvtoolError: `file-missing` for no or an unfinished result.
+            KvtoolError: `file-missing` for no or an unfinished result, `result-damaged` for an altered one.
         """
         folder = Path(path)
         manifest = folder / "manifest.json"
@@ -139,58 +138,33 @@ class Result:
         try:
             document = json.loads(manifest.read_text())
             if document["schema"] != SCHEMA:
-                raise KvtoolError("file-missing", f"{folder} is a {document['schema']}, expected {SCHEMA}")
-            tables = {name: pq.read_table(folder / f"{name}.parquet") for name in TABLES}
+                raise KvtoolError("result-damaged", f"{folder} is a {document['schema']}, expected {SCHEMA}")
+            if document.pop("digest") != digest(document):
+                raise KvtoolError("result-damaged", f"{manifest} was altered", "replay again")
+            for name in TABLES:
+                file = folder / f"{name}.parquet"
+                if hashlib.sha256(file.read_bytes()).hexdigest() != document["files"][name]:
+                    raise KvtoolError("result-damaged", f"{file} was altered", "replay again")
+            tables = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise KvtoolError("file-missing", f"{folder} cannot be read as a result: {error}") from error
+            raise KvtoolError("result-damaged", f"{folder} cannot be read as a result: {error}") from error
         return cls(document["manifest"], tables, document["warnings"])
 
 
-def unwritable(path: Path, error: OSError) -> KvtoolError:
-    """`error` while writing below `path`, in one sentence."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return KvtoolError(
-        "disk-full" if full else "write-failed",
-        f"cannot write {path}: {error.strerror or error}",
-        "free some space, or write elsewhere" if full else None,
-    )
-
-
-def write_parquet(table: pa.Table, path: Path) -> None:
-    """Write through a temporary name, so that a file that exists is whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        pq.write_table(table, temporary, compression="zstd")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write and fsync `content` under a temporary name, then rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def write_parquet(table: pa.Table, path: Path) -> str:
+    """Write through a buffer and a temporary name, so that a file that exists is whole; returns its SHA-256."""
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
+    raw = buffer.getvalue().to_pybytes()
+    write_durably(path, raw)
+    return hashlib.sha256(raw).hexdigest()
 
 
 def read_parquet(path: Path) -> pa.Table:
-    return pq.read_table(path)
+    """The table, every page held against its checksum."""
+    return pq.read_table(path, page_checksum_verification=True)
 
 
 def concatenate(tables: list[pa.Table]) -> pa.Table:
     """Tables of one name below each other; a column that one lacks (or has only nulls in) is null there."""
     return pa.concat_tables(tables, promote_options="permissive")
-
-
-def remove(path: Path) -> None:
-    """Remove a folder or file that kvtool wrote."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

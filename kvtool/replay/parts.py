@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
-from kvtool.result import read_parquet, remove, table_of, unwritable, write_atomically, write_parquet
+from kvtool.files import Lock, write_durably, writing
+from kvtool.result import read_parquet, table_of, write_parquet
 
 Partials = list[dict[str, dict[str, Tensor]]]  # [cell][metric][field]
 
@@ -34,10 +36,19 @@ class Part:
 
 
 class Store:
-    """Parts below `<output>/parts`, one folder per unit of work, published by one rename each."""
+    """Parts below `<output>/parts`, one folder per unit of work, published by one rename each.
+
+    Args:
+        output: folder of the result; created with the first part.
+        force: a finished result that is there may be replaced.
+
+    Raises:
+        KvtoolError: `output-exists`, `locked`, `file-missing`, `write-failed`.
+    """
 
     def __init__(self, output: Path, force: bool) -> None:
         self.output, self.folder = output, output / "parts"
+        self._lock: Lock | None = None
         if output.exists() and not output.is_dir():
             raise KvtoolError("output-exists", f"{output} is a file, not a folder", "choose another -o")
         if (output / "manifest.json").exists():
@@ -47,6 +58,13 @@ class Store:
                 )
         elif output.is_dir() and any(output.iterdir()) and not self.folder.is_dir():
             raise KvtoolError("output-exists", f"{output} is not empty and holds no kvtool result", "choose another -o")
+
+    def open(self) -> None:
+        """Take the place for this run. Separate from the checks, so that bad input leaves nothing behind."""
+        if not self.output.parent.is_dir():
+            raise KvtoolError("file-missing", f"the folder {self.output.parent} does not exist", "create it first")
+        with writing(self.output):
+            self._lock = Lock(self.output)
 
     def _path(self, name: str, key: str) -> Path:
         return self.folder / f"{name}-{key[:24]}"
@@ -73,32 +91,33 @@ class Store:
         """Publish a finished part.
 
         Raises:
-            KvtoolError: code `disk-full`.
+            KvtoolError: code `disk-full` or `write-failed`.
         """
         path = self._path(name, key)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            temporary.mkdir(parents=True, exist_ok=True)
-            for table, entries in part.tables.items():
-                write_parquet(table_of(table, entries), temporary / f"{table}.parquet")
-            buffer = io.BytesIO()
-            arrays = {
-                f"{cell}/{metric}/{name}": value.numpy()
-                for cell, metrics in enumerate(part.partials)
-                for metric, fields in metrics.items()
-                for name, value in fields.items()
-            }
-            np.savez(buffer, **arrays)  # type: ignore[arg-type]
-            write_atomically(temporary / "partials.npz", buffer.getvalue())
-            write_atomically(temporary / "notes.json", json.dumps(part.notes).encode())
-            os.rename(temporary, path)
-        except OSError as error:
-            raise unwritable(path, error) from error
+            with writing(path):
+                temporary.mkdir(parents=True, exist_ok=True)
+                for table, entries in part.tables.items():
+                    write_parquet(table_of(table, entries), temporary / f"{table}.parquet")
+                buffer = io.BytesIO()
+                arrays = {
+                    f"{cell}/{metric}/{name}": value.numpy()
+                    for cell, metrics in enumerate(part.partials)
+                    for metric, fields in metrics.items()
+                    for name, value in fields.items()
+                }
+                np.savez(buffer, **arrays)  # type: ignore[arg-type]
+                write_durably(temporary / "partials.npz", buffer.getvalue())
+                write_durably(temporary / "notes.json", json.dumps(part.notes).encode())
+                os.rename(temporary, path)
         finally:
-            if temporary.exists():
-                remove(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
 
-    def clear(self) -> None:
-        """Remove the parts once the whole result is written."""
-        if self.folder.is_dir():
-            remove(self.folder)
+    def close(self, finished: bool) -> None:
+        """Let others write here; once the whole result is written, the parts are no longer needed."""
+        if finished and self.folder.is_dir():
+            shutil.rmtree(self.folder)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

@@ -11,7 +11,7 @@ import torch
 
 from kvtool.budget import Budget
 from kvtool.errors import KvtoolError
-from kvtool.manifest import parameters
+from kvtool.manifest import parameters, source_digest
 from kvtool.policies import BUILT_IN, Policy, Protection, policy_from_text
 from kvtool.registry import did_you_mean, spell
 from kvtool.schedule import PromptEnd
@@ -77,7 +77,13 @@ class Plan:
         """Everything that decides the numbers, defaults included, for manifest and keys."""
         return {
             "policies": [
-                {"label": label, "class": type(policy).__qualname__, "oracle": policy.oracle, **parameters(policy)}
+                {
+                    "label": label,
+                    "class": type(policy).__qualname__,
+                    "source": source_digest(type(policy)),
+                    "oracle": policy.oracle,
+                    "parameters": parameters(policy),
+                }
                 for label, policy in self.policies
             ],
             "budgets": [

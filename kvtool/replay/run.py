@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from kvtool.errors import KvtoolError
-from kvtool.manifest import digest, environment
+from kvtool.manifest import digest, environment, versions
 from kvtool.metrics import built_in_metrics
 from kvtool.replay.notes import sentences
 from kvtool.replay.parts import Part, Partials, Store
@@ -72,25 +72,36 @@ def replay(
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     work = _work(opened, plan, layers, sequences)
     plan, warnings = _servable(plan, work, optional="all" in policies)
-    key_base = {"trace": opened.digest, "plan": plan.describe(), "metrics": METRICS}
-    parts: list[tuple[int, Part]] = []
+    if store is None:
+        return _gather(opened, plan, work, _run(opened, plan, work, None, progress), warnings)
+    store.open()
+    try:
+        result = _gather(opened, plan, work, _run(opened, plan, work, store, progress), warnings)
+        result.save(store.output)
+    except BaseException:
+        store.close(finished=False)
+        raise
+    store.close(finished=True)
+    return result
+
+
+def _run(
+    trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]], store: Store | None, progress: Progress | None
+) -> list[tuple[int, Part]]:
+    """(sequence index, part) of every unit, taken from the store where it was finished before."""
+    common = {"trace": trace.digest, "plan": plan.describe(), "metrics": METRICS, **versions("torch")}
+    parts = []
     for done, (sequence, layer_id, step) in enumerate(work):
         if progress is not None:
             progress(done, len(work), f"sequence {sequence.index} layer {layer_id}")
-        name, key = f"{sequence.index:04d}-{layer_id:03d}", digest({**key_base, "unit": [sequence.index, layer_id]})
+        name, key = f"{sequence.index:04d}-{layer_id:03d}", digest({**common, "unit": [sequence.index, layer_id]})
         part = store.load(name, key) if store else None
         if part is None:
             part = run_unit(sequence, layer_id, plan, step)
             if store:
                 store.save(name, key, part)
         parts.append((sequence.index, part))
-    evicting = sum(not policy.keeps_all for _, policy in plan.policies)
-    warnings += sentences([note for _, part in parts for note in part.notes], evicting, len(work))
-    result = _gather(opened, plan, work, parts, warnings)
-    if store and output is not None:
-        result.save(output)
-        store.clear()
-    return result
+    return parts
 
 
 def _work(
@@ -158,6 +169,9 @@ def _servable(plan: Plan, work: list[tuple[Sequence, int, int]], optional: bool)
 def _gather(
     trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]], parts: list[tuple[int, Part]], warnings: list[str]
 ) -> Result:
+    """The whole result from all parts."""
+    evicting = sum(not policy.keeps_all for _, policy in plan.policies)
+    warnings = warnings + sentences([note for _, part in parts for note in part.notes], evicting, len(work))
     tables = {
         name: concatenate(
             [table_of(name, p.tables[name]) if isinstance(p.tables[name], list) else p.tables[name] for _, p in parts]

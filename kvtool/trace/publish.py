@@ -8,64 +8,16 @@ holds half a trace.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from kvtool.errors import KvtoolError
+from kvtool.files import Lock, fsync_folder, writing
 from kvtool.trace.layout import COMMIT
 
 WRITING = ".writing"
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusals into one clear error about `path`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in FULL:
-            raise KvtoolError(
-                "disk-full",
-                f"the disk is full (or a quota or file size limit is reached) while writing {path}: {error.strerror}",
-                "free some space; --layers, --queries and --dtype make a trace smaller, --dry-run says its size",
-            ) from error
-        raise KvtoolError("write-failed", f"cannot write {path}: {error.strerror or error}") from error
-
-
-def fsync_folder(path: Path) -> None:
-    """Make the names inside a folder survive a power loss."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def fsync_file(path: Path) -> None:
-    """Make a file's bytes survive a power loss."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_durably(path: Path, raw: bytes) -> None:
-    """Write a small file so that it is there whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    fsync_folder(path.parent)
 
 
 def siblings(path: Path, kind: str) -> list[Path]:
@@ -84,17 +36,16 @@ class Publication:
         force: replace a trace that is already there.
 
     Raises:
-        KvtoolError: `output-exists`, `trace-locked`, `disk-full` or `write-failed`.
+        KvtoolError: `output-exists`, `locked`, `disk-full` or `write-failed`.
     """
 
     def __init__(self, path: Path, *, force: bool) -> None:
         self.path = Path(os.path.abspath(path))
         self.partial = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
-        self._lock_path = self.path.with_name(self.path.name + ".lock")
         if not self.path.parent.is_dir():
             raise KvtoolError("file-missing", f"the folder {self.path.parent} does not exist", "create it first")
         with writing(self.path):
-            self._lock = self._take_lock()
+            self._lock = Lock(self.path)
         try:
             with writing(self.path):
                 self._clear_leftovers()
@@ -104,30 +55,6 @@ class Publication:
         except BaseException:
             self.abandon()
             raise
-
-    def _take_lock(self) -> int:
-        while True:
-            handle = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The former holder may have unlinked the file between our open and our flock.
-                if os.path.exists(self._lock_path) and os.path.samestat(os.fstat(handle), os.stat(self._lock_path)):
-                    os.ftruncate(handle, 0)
-                    os.write(handle, f"{os.getpid()}\n".encode())
-                    return handle
-                os.close(handle)
-            except BlockingIOError:
-                owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
-                os.close(handle)
-                raise KvtoolError(
-                    "trace-locked",
-                    f"another process (pid {owner}) is writing {self.path}",
-                    "wait for it, or write to another place with -o",
-                ) from None
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.close(handle)
-                raise
 
     def _clear_leftovers(self) -> None:
         """Remove what dead writers left. We hold the lock, so nobody alive owns any of it."""
@@ -160,16 +87,9 @@ class Publication:
             fsync_folder(self.path.parent)
             if had_older:
                 shutil.rmtree(replaced)
-        self._release()
+        self._lock.release()
 
     def abandon(self) -> None:
         """Remove everything this attempt wrote; the place itself stays as it was."""
         shutil.rmtree(self.partial, ignore_errors=True)
-        self._release()
-
-    def _release(self) -> None:
-        if self._lock >= 0:
-            with contextlib.suppress(OSError):
-                self._lock_path.unlink()
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
+from kvtool.files import write_durably, writing
 from kvtool.layer import Geometry
 from kvtool.shapes import expect_shapes
 from kvtool.trace.array import create_group, write_array, write_heads
 from kvtool.trace.attributes import layer_attributes
 from kvtool.trace.layout import ATTRIBUTE, layer_path, sequence_path, to_numpy
-from kvtool.trace.publish import WRITING, write_durably, writing
+from kvtool.trace.publish import WRITING
 from kvtool.trace.spool import Spool
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
+from kvtool.files import fsync_file, fsync_folder, write_durably, writing
 from kvtool.layer import Geometry
 from kvtool.shapes import expect_shapes
 from kvtool.trace.array import create_group, write_array
@@ -26,7 +27,7 @@ from kvtool.trace.layout import (
     projection_path,
 )
 from kvtool.trace.opening import load_trace
-from kvtool.trace.publish import WRITING, Publication, fsync_file, fsync_folder, write_durably, writing
+from kvtool.trace.publish import WRITING, Publication
 from kvtool.trace.reader import Trace
 from kvtool.trace.sequence_writer import SequenceWriter
 
@@ -55,7 +56,7 @@ class TraceWriter:
             older trace stays where it is.
 
     Raises:
-        KvtoolError: `output-exists`, `trace-locked`, `disk-full`, `write-failed`, `dtype`.
+        KvtoolError: `output-exists`, `locked`, `disk-full`, `write-failed`, `dtype`.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ def test_a_second_writer_is_refused_at_once_and_a_third_may_follow(tmp_path: Pat
     assert process.stdout.readline() == "finished 0\n"
     with pytest.raises(KvtoolError, match=rf"another process \(pid {process.pid}\)") as caught:
         small(path)
-    assert caught.value.code == "trace-locked"
+    assert caught.value.code == "locked"
     assert siblings(path, "partial")  # the first writer's work is untouched
     out, _ = process.communicate("\n\n\n")
     assert out.endswith("published\n")
