@@ -211,4 +211,4 @@ def memory_bytes(
         min(longest, 1024) * (s.query_heads * s.key_dim + s.kv_heads * (s.key_dim + s.value_dim)) * run_item
         for s in shapes.values()
     )
-    return weights + cache + activations + mask + spools + 450_000_000
+    return weights + cache + activations + mask + spools + 600_000_000

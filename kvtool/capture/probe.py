@@ -93,8 +93,14 @@ def probe(model: Any) -> dict[int, Probed]:
     tokens = torch.randint(0, vocabulary, (1, n), generator=torch.Generator().manual_seed(20))
 
     first = _Sight()
-    with observed(model, first):
-        model(input_ids=tokens, use_cache=True)
+    try:
+        with observed(model, first):
+            model(input_ids=tokens, use_cache=True)
+    except KvtoolError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise KvtoolError("model-unsupported", f"{name} fails on {n} tokens: {reason}") from error
     _check_layers(name, sorted(first.calls), expected_layers(config))
     modules = {layer: call.module for layer, call in first.calls.items()}
 

@@ -59,13 +59,12 @@ def check_mask(geometry: Geometry, call: AttentionCall, start: int) -> None:
     stop = start + n
     steps = torch.arange(start, stop)
     rows = torch.arange(stop - columns, stop)
+    oldest = geometry.first_visible(steps)  # [n]
+    if int(oldest[0]) < stop - columns:
+        raise _mismatch(geometry)  # a key that the step should see is not there
     if call.mask is None:
         # Without a mask one query sees all columns, and several are plain causal over as many keys.
-        if n == 1:
-            good = int(geometry.first_visible(steps)[0]) <= stop - columns
-        else:
-            good = columns == n and bool((geometry.first_visible(steps) <= rows[0]).all())
-        if not good:
+        if int(oldest[-1]) > stop - columns or (n > 1 and columns != n):
             raise _mismatch(geometry)
         return
     mask = call.mask[..., :columns]  # [., n, Tk]

@@ -72,6 +72,7 @@ CONFIGS: dict[str, Any] = {
     "qwen3": lambda: _config("Qwen3Config", head_dim=24),
     "qwen3-wide": lambda: _config("Qwen3Config", head_dim=128),
     "mistral": lambda: _config("MistralConfig", sliding_window=9),
+    "mistral-wide": lambda: _config("MistralConfig", sliding_window=40),
     "gemma2": lambda: _config(
         "Gemma2Config",
         head_dim=16,

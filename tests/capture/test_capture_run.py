@@ -318,3 +318,26 @@ def test_an_unknown_option_is_named(folder, tmp_path):
     with pytest.raises(KvtoolError, match="no option 'promt'") as caught:
         capture(folder("llama"), tmp_path / "run.zarr", promt="Hi")
     assert "did you mean prompt" in caught.value.hint
+
+
+@pytest.mark.parametrize("mode", [{"chunk": None}, {"chunk": 1}])
+def test_windows_longer_than_the_probe_are_checked_while_running(folder, tmp_path, text_file, monkeypatch, mode):
+    """A window of 40 cannot show in 24 tokens, so its mask is held against it in the run."""
+    trace = forced(folder, tmp_path, text_file, "mistral-wide", **mode)
+    assert trace.sequences[0].layer(1).geometry.window == 40
+    for window in (39, 41):
+        monkeypatch.setattr("kvtool.capture.probe.window_of", lambda call, config, w=window: ("sliding", w))
+        with pytest.raises(KvtoolError, match=f"should be sliding with {window} tokens"):
+            forced(folder, tmp_path, text_file, "mistral-wide", out="wrong.zarr", **mode)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.zarr", "text.txt"]
+
+
+def test_a_model_that_fails_is_named(folder, tmp_path, monkeypatch):
+    import transformers
+
+    def broken(*args, **kwargs):
+        raise ValueError("shapes do not fit")
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", broken)
+    with pytest.raises(KvtoolError, match="LlamaForCausalLM fails on 24 tokens: ValueError: shapes do not fit"):
+        capture(folder("llama"), tmp_path / "run.zarr", prompt="Hi")
