@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from kvtool.capture.estimate import Estimate, LayerShape, disk_bytes, memory_bytes, meta_shapes, size
+from kvtool.capture.estimate import Estimate, LayerShape, disk_bytes, memory_bytes, meta_shapes
 from kvtool.capture.loading import skeleton
 from kvtool.capture.packages import require
 from kvtool.capture.prepare import Notes, Prepared, dtype_name, prepare
 from kvtool.capture.probe import Probed, probe
 from kvtool.capture.quiet import quiet, threads
 from kvtool.capture.recorder import SAMPLE_STEPS
-from kvtool.capture.request import Request, parse_layers, parse_memory
+from kvtool.capture.request import Request, parse_memory
 from kvtool.errors import KvtoolError
+from kvtool.words import parse_ids, size
 
 
 def dry_run(request: Request, *, notes: Notes | None = None) -> Estimate:
@@ -35,7 +36,7 @@ def estimate_of(request: Request, ready: Prepared) -> Estimate:
         if limit is not None and weights > limit:
             raise _too_large(weights, limit, ready)
         shapes = {layer: _shape(entry) for layer, entry in probe(ready.load_model()).items()}
-    wanted = parse_layers(request.layers)
+    wanted = parse_ids(request.layers, "--layers")
     stored_shapes = {layer: shape for layer, shape in shapes.items() if wanted is None or layer in wanted}
     text = max((len(piece) for piece in ready.tokenization.pieces(list(ready.inputs[0].prompt[:512]))), default=1)
     return Estimate(

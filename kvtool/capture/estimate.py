@@ -14,6 +14,7 @@ from kvtool.capture.projection import linear_traffic
 from kvtool.capture.request import QuerySelection
 from kvtool.errors import KvtoolError
 from kvtool.trace.layout import chunk_shape
+from kvtool.words import size
 
 # Bytes beside the arrays' payload, as the writer produces them: array and group metadata, and each
 # file's line in COMMIT.json.
@@ -137,14 +138,6 @@ class Estimate:
                 f"memory   about {size(self.memory_bytes)} (weights {size(self.weight_bytes)} as {self.run_dtype})",
             ]
         )
-
-
-def size(count: int) -> str:
-    """Bytes for people: 1.23 GB."""
-    for unit, base in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= base:
-            return f"{count / base:.3g} {unit}" if count / base < 999.5 else f"{count / base:.0f} {unit}"
-    return f"{count} B"
 
 
 def array_bytes(name: str, shape: tuple[int, ...], item: int) -> int:

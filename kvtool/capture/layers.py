@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtool.capture.probe import Probed, spans
-from kvtool.capture.request import Request, parse_layers
+from kvtool.capture.probe import Probed
+from kvtool.capture.request import Request
 from kvtool.errors import KvtoolError
+from kvtool.words import parse_ids, spans
 
 
 def chosen_layers(request: Request, probed: dict[int, Probed]) -> dict[int, Probed]:
@@ -15,7 +16,7 @@ def chosen_layers(request: Request, probed: dict[int, Probed]) -> dict[int, Prob
     Raises:
         KvtoolError: code `usage`: ids that are no attention layers, or a layer without its donor.
     """
-    wanted = parse_layers(request.layers)
+    wanted = parse_ids(request.layers, "--layers")
     if wanted is None:
         return probed
     wrong = [layer for layer in wanted if layer not in probed]

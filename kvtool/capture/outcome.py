@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtool.capture.estimate import size
-from kvtool.capture.probe import spans
+from kvtool.words import size, spans
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,6 @@ class Outcome:
     def check_line(self) -> str:
         """The figure of the recomputation with its bound."""
         return (
-            f"checked: attention recomputed in float64 agrees with the model's to {self.error:.2g} "
+            f"attention recomputed in float64 agrees with the model's to {self.error:.2g} "
             f"(bound {self.bound:g}: {self.run_dtype} run stored as {self.stored_dtype})"
         )

@@ -17,6 +17,7 @@ from kvtool.capture.rotation import find_rotation, frequency_candidates, scaling
 from kvtool.capture.visibility import check_mask, expected_layers, window_of
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry
+from kvtool.words import spans
 
 TOKENS = 24
 _SHIFT = 997
@@ -134,17 +135,6 @@ def _check_layers(name: str, found: list[int], expected: list[int] | None) -> No
             "model-unsupported",
             f"{name} should attend in layers {spans(expected)}, but layers {spans(found)} were recorded",
         )
-
-
-def spans(ids: list[int]) -> str:
-    """Layer ids as `0-2,5`."""
-    parts: list[list[int]] = []
-    for i in ids:
-        if parts and parts[-1][-1] == i - 1:
-            parts[-1].append(i)
-        else:
-            parts.append([i])
-    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts) or "none"
 
 
 def _geometry(name: str, call: AttentionCall, config: Any, calls: dict[int, AttentionCall]) -> Geometry:

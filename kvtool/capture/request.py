@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtool.errors import KvtoolError
+from kvtool.words import parse_ids
 
 DTYPES = {
     "float32": "float32",
@@ -44,19 +45,6 @@ def parse_queries(text: str) -> QuerySelection:
     if found and int(found[1]) > 0:
         return QuerySelection("last", int(found[1]))
     raise KvtoolError("usage", f"--queries {text} is not all, decode or last:N", "last:256 stores the last 256 queries")
-
-
-def parse_layers(text: str | None) -> tuple[int, ...] | None:
-    """`0,4-7` as (0, 4, 5, 6, 7); None stays None (all layers)."""
-    if text is None:
-        return None
-    ids: set[int] = set()
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if not found or (found[2] and int(found[2]) < int(found[1])):
-            raise KvtoolError("usage", f"--layers {text} is not a list of layers", "write --layers 0,4-7")
-        ids.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-    return tuple(sorted(ids))
 
 
 def parse_dtype(text: str | None, option: str) -> str | None:
@@ -182,7 +170,7 @@ class Request:
             )
 
     def _check_values(self) -> None:
-        parse_layers(self.layers)
+        parse_ids(self.layers, "--layers")
         parse_queries(self.queries)
         parse_dtype(self.model_dtype, "--model-dtype")
         parse_dtype(self.dtype, "--dtype")

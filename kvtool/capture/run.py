@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 from kvtool.capture.dry_run import estimate_of, within_memory
 from kvtool.capture.layers import chosen_layers, say_gaps
 from kvtool.capture.loading import Loaded
-from kvtool.capture.outcome import Outcome, SequenceOutcome
+from kvtool.capture.outcome import Outcome
 from kvtool.capture.packages import require
 from kvtool.capture.prepare import Notes, Progress, dtype_name, prepare
 from kvtool.capture.probe import probe
 from kvtool.capture.quiet import quiet, threads
 from kvtool.capture.request import Request
 from kvtool.capture.sequences import write_sequences
-from kvtool.trace import open_trace
-from kvtool.trace.recompute import accuracy_error, recompute
+from kvtool.trace import Trace, open_trace
+from kvtool.trace.recompute import Recomputed, accuracy_error, recompute
 
 
 def run(
@@ -44,24 +41,22 @@ def run(
         progress("probing", 0, None)
         probed = chosen_layers(request, probe(loaded.model))
         say_gaps(request, probed, notes)
-        sequences = write_sequences(request, ready, loaded, probed, progress, argv)
-    return _checked(request, sequences, sorted(probed), progress)
+        results: list[Recomputed] = []
 
+        def check(trace: Trace) -> None:
+            """A trace that disagrees with the model is never published, and an older one stays."""
+            results.extend(recompute(trace, progress=lambda done, total, what: progress("checking", done, total)))
+            fault = accuracy_error(trace, results)
+            if fault is not None:
+                raise fault
 
-def _checked(request: Request, sequences: list[SequenceOutcome], layers: list[int], progress: Progress) -> Outcome:
-    """Recompute the stored samples; a trace that disagrees with the model is taken away again."""
-    path = Path(request.output or "")
-    trace = open_trace(path)
-    results = list(recompute(trace, progress=lambda done, total, what: progress("checking", done, total)))
-    fault = accuracy_error(trace, results)
-    if fault is not None:
-        shutil.rmtree(path)
-        raise fault
+        sequences = write_sequences(request, ready, loaded, probed, progress, argv, check)
+    trace = open_trace(request.output or "")
     return Outcome(
-        path=path,
+        path=trace.path,
         digest=trace.digest,
         disk_bytes=trace.total_bytes,
-        layers=layers,
+        layers=sorted(probed),
         sequences=sequences,
         error=max((result.error or 0.0 for result in results), default=0.0),
         bound=max(result.bound for result in results),

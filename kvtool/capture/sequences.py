@@ -19,7 +19,7 @@ from kvtool.capture.probe import Probed
 from kvtool.capture.recorder import Recorder
 from kvtool.capture.request import Request
 from kvtool.capture.rotation_watch import RotaryState
-from kvtool.trace import TraceWriter
+from kvtool.trace import Trace, TraceWriter
 
 
 def write_sequences(
@@ -29,8 +29,9 @@ def write_sequences(
     probed: dict[int, Probed],
     progress: Progress,
     argv: list[str] | None,
+    check: Callable[[Trace], None],
 ) -> list[SequenceOutcome]:
-    """Run every input in turn; the trace is published when all are whole."""
+    """Run every input in turn; the trace is published when all are whole and `check` accepts it."""
     assert request.output is not None
     total = sum(item.most_tokens for item in ready.inputs)
     done, outcomes = 0, []
@@ -42,6 +43,7 @@ def write_sequences(
         dtype=ready.stored,
         force=request.force,
         planned=len(ready.inputs),
+        check=check,
     ) as writer:
         if request.output_projection:
             for layer, entry in probed.items():

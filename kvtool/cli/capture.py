@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from kvtool.capture.outcome import Outcome
 
 _INPUT, _RUN, _STORE, _LIMITS = "Input (exactly one)", "The run", "What is stored", "Limits and safety"
 
@@ -105,64 +101,17 @@ def command(
     request.check(output_needed=not dry_run)
     from kvtool.capture.dry_run import dry_run as estimate
     from kvtool.capture.run import run
+    from kvtool.cli.console import hint, json_answer, progress_on_terminal
+
+    def note(text: str) -> None:
+        hint("note", text)
 
     if dry_run:
-        plan = estimate(request, notes=_note)
-        print(_json(plan.document()) if as_json else plan.text())
+        plan = estimate(request, notes=note)
+        json_answer(plan.document()) if as_json else typer.echo(plan.text())
         return
-    with _Bar() as bar:
-        outcome = run(request, progress=bar.update, notes=_note, argv=sys.argv)
-    print(_json(outcome.document()) if as_json else outcome.text())
-    _closing(outcome)
-
-
-def _closing(outcome: Outcome) -> None:
-    print(outcome.check_line(), file=sys.stderr)
-    print(f"next: kvtool replay {outcome.path} -p snapkv -p streaming-llm -r 0.5,0.75", file=sys.stderr)
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
-
-
-def _json(document: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(document, indent=2, allow_nan=False)
-
-
-class _Bar:
-    """Tokens done, rate and time left, on stderr and only on a terminal."""
-
-    def __init__(self) -> None:
-        self._progress: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> _Bar:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}"),
-                TimeRemainingColumn(),
-                console=Console(file=sys.stderr),
-                transient=True,
-            )
-            self._task = self._progress.add_task("loading", total=None, rate="")
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def update(self, stage: str, done: int, total: int | None) -> None:
-        if self._progress is None:
-            return
-        task = self._progress.tasks[0]
-        rate = f"{task.speed:.0f} tokens/s" if task.speed and total else ""
-        self._progress.update(self._task, description=stage, completed=done, total=total, rate=rate)
+    with progress_on_terminal("capture", unit="tokens") as step:
+        outcome = run(request, progress=lambda stage, done, total: step(done, total, stage), notes=note, argv=sys.argv)
+    json_answer(outcome.document()) if as_json else typer.echo(outcome.text())
+    hint("checked", outcome.check_line())
+    hint("next", f"kvtool replay {outcome.path} -p snapkv -p streaming-llm -r 0.5,0.75")

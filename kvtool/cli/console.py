@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvtool.errors import KvtoolError
 
-Step = Callable[[int, int, str], None]  # done, total, what
+Step = Callable[[int, int | None, str], None]  # done, total, what
 
 
 class _Console(Console):
@@ -40,17 +40,25 @@ def hint(kind: str, text: str) -> None:
 
 
 @contextlib.contextmanager
-def progress_on_terminal(title: str) -> Iterator[Step | None]:
-    """A progress bar on stderr where that is a terminal, else None."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
+def progress_on_terminal(title: str, unit: str | None = None) -> Iterator[Step]:
+    """A progress bar on stderr where that is a terminal; elsewhere the yielded function does nothing.
 
-        def step(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"{title} {what}")
+    Args:
+        unit: of the work, such as `tokens`, to show a rate.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total, what: None
+        return
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    if unit is not None:
+        columns.append(TextColumn("{task.fields[rate]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None, rate="")
+
+        def step(done: int, total: int | None, what: str) -> None:
+            speed = bar.tasks[0].speed
+            rate = f"{speed:.0f} {unit}/s" if unit and speed and total else ""
+            bar.update(task, completed=done, total=total, description=f"{title}: {what}", rate=rate)
 
         yield step
 

@@ -14,10 +14,10 @@ def command(
 ) -> None:
     """Turn queries, keys and values dumped by any engine into a trace."""
     from kvtool.cli.console import answer, hint
-    from kvtool.cli.trace_tables import size
     from kvtool.trace import open_trace
     from kvtool.trace.import_dump import import_dump
     from kvtool.trace.recompute import accuracy_error, recompute
+    from kvtool.words import size
 
     import_dump(dump, output, force=force)
     trace = open_trace(output)

@@ -41,9 +41,10 @@ def command(
 ) -> None:
     """Replay eviction policies on a trace. The controls full and random always run."""
     from kvtool.cli.console import answer, hint, json_answer, progress_on_terminal, use_threads
-    from kvtool.cli.numbers import id_list, number_list
+    from kvtool.cli.numbers import number_list
     from kvtool.replay import replay
     from kvtool.report.terminal import replay_table
+    from kvtool.words import parse_ids
 
     use_threads(threads)
     with progress_on_terminal("replay") as progress:
@@ -55,8 +56,8 @@ def command(
             evict_at=evict_at,
             sinks=sinks,
             window=window,
-            layers=id_list(layers, "--layers"),
-            sequences=id_list(sequences, "--sequences"),
+            layers=parse_ids(layers, "--layers"),
+            sequences=parse_ids(sequences, "--sequences"),
             evaluate=evaluate,
             precision=precision,
             device=device,

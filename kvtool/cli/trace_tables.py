@@ -8,17 +8,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from kvtool.words import size
+
 MOST_WORDS = 120
-
-
-def size(count: int) -> str:
-    """Bytes in the unit that reads best, powers of 1,000."""
-    value, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def _table(title: str, *columns: str) -> Table:

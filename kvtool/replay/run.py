@@ -19,6 +19,7 @@ from kvtool.replay.serving import missing_for
 from kvtool.replay.unit import METRICS, run_unit
 from kvtool.result import COUNTS, Result, concatenate, table_of
 from kvtool.trace import Sequence, Trace, open_trace
+from kvtool.words import spans
 
 Progress = Callable[[int, int, str], None]
 
@@ -191,7 +192,7 @@ def _gather(
             "prompt_lengths": [s.prompt_length for s in trace.sequences if s.index in indices],
             "lengths": [s.length for s in trace.sequences if s.index in indices],
         },
-        "layers": {"ids": layer_ids, "text": _ranges(layer_ids)},
+        "layers": {"ids": layer_ids, "text": spans(layer_ids)},
         "replay": plan.describe(),
         "metrics": METRICS,
         "device": "cpu",
@@ -226,14 +227,3 @@ def _cells(plan: Plan, parts: list[tuple[int, Part]]) -> list[dict[str, Any]]:
             mean[column] = sum(known) if column in COUNTS else (fmean(known) if known else None)
         entries += [*per_sequence, mean]
     return entries
-
-
-def _ranges(ids: list[int]) -> str:
-    """[0, 1, 2, 7] -> `0-2,7`."""
-    runs: list[list[int]] = []
-    for i in ids:
-        if runs and i == runs[-1][-1] + 1:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -10,9 +10,10 @@ import torch
 
 from kvtool.capture.generation import Decoding
 from kvtool.capture.inputs import read_inputs
-from kvtool.capture.request import Request, parse_layers, parse_memory, parse_queries
+from kvtool.capture.request import Request, parse_memory, parse_queries
 from kvtool.capture.tokenization import Tokenization
 from kvtool.errors import KvtoolError
+from kvtool.words import parse_ids
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +44,8 @@ BASE = Request(model="m", output=Path("never.zarr"), prompt="Hi")
         ({"max_new_tokens": 0}, "at least 1"),
         ({"chunk": -3}, "at least 1"),
         ({"seed": -1}, "negative"),
-        ({"layers": "3-1"}, "list of layers"),
-        ({"layers": "a"}, "list of layers"),
+        ({"layers": "3-1"}, "list of ids"),
+        ({"layers": "a"}, "list of ids"),
         ({"queries": "last:0"}, "all, decode or last:N"),
         ({"queries": "first"}, "all, decode or last:N"),
         ({"dtype": "int8"}, "not a dtype"),
@@ -70,8 +71,8 @@ def test_a_given_text_is_not_generated(tmp_path, option):
 
 
 def test_words_become_values():
-    assert parse_layers("0,4-7, 5") == (0, 4, 5, 6, 7)
-    assert parse_layers(None) is None
+    assert parse_ids("0,4-7, 5", "--layers") == [0, 4, 5, 6, 7]
+    assert parse_ids(None, "--layers") is None
     assert parse_memory("12GB") == 12_000_000_000
     assert parse_memory("800MiB") == 800 * 2**20
     assert parse_memory("1.5g") == 1_500_000_000
