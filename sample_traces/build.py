@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtool.capture import capture
+from kvtool.kernels.retained_attention.reference import attention
 from kvtool.layer import Geometry
 from kvtool.rotation import Rotation
 from kvtool.trace import Trace, TraceWriter, open_trace
@@ -48,6 +49,22 @@ def random_layer(make: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.randn(n, TOKENS, DIM, generator=make) for n in (HEADS, KV_HEADS, KV_HEADS))  # type: ignore[return-value]
 
 
+def last_outputs(geometry: Geometry, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """[H, 8, Dv], attention output of the last 8 steps, before anything is rounded for storage."""
+    steps = torch.arange(TOKENS - 8, TOKENS)
+    found: Tensor = attention(
+        queries[:, steps],
+        keys,
+        values,
+        steps=steps,
+        rows=torch.arange(TOKENS),
+        first_visible=geometry.first_visible(steps),
+        scale=geometry.scale,
+        sink_logits=geometry.sink_logits,
+    )
+    return found
+
+
 LAYERS = {0: sink_layer, 3: needle_layer, 5: random_layer}
 
 
@@ -62,18 +79,24 @@ def build_tiny(path: Path) -> Trace:
     }
     make = torch.Generator().manual_seed(2026)
     with TraceWriter(
-        path, model={"name": "tiny-gqa (synthetic)"}, tokenizer=None, capture={}, dtype=torch.float16, force=True
+        path,
+        model={"name": "tiny-gqa (synthetic)"},
+        tokenizer=None,
+        capture={"run_dtype": "float32"},
+        dtype=torch.float16,
+        force=True,
     ) as writer:
         for layer in LAYERS:
             writer.output_projection(layer, torch.randn(HEADS, DIM, WIDTH, generator=make) / math.sqrt(HEADS * DIM))
         for name in ("first", "second"):
             sequence = writer.sequence(geometries, prompt_length=PROMPT, attributes={"id": name})
+            rows, samples = torch.arange(TOKENS), {}
             for layer, build in LAYERS.items():
                 queries, keys, values = build(make)
-                rows = torch.arange(TOKENS)
+                samples[layer] = last_outputs(geometries[layer], queries, keys, values)
                 sequence.append(layer, queries=queries, query_steps=rows, keys=keys, values=values)
             words = [b"needle " if row == NEEDLE else b"hay " for row in range(TOKENS)]
-            sequence.finish(tokens=torch.arange(TOKENS), positions=torch.arange(TOKENS), text=words)
+            sequence.finish(tokens=rows, positions=rows, text=words, output_samples=samples)
     return open_trace(path)
 
 
