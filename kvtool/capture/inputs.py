@@ -33,20 +33,39 @@ class Input:
         return len(self.prompt) + len(self.forced) + self.new_tokens
 
 
-def read_inputs(request: Request, tokenization: Tokenization, position_limit: int | None) -> list[Input]:
-    """Tokenize what the request names.
+def read_texts(request: Request) -> list[tuple[str | None, str]]:
+    """(id, text) of everything the request names; read before a model is, since that may take a minute.
+
+    Raises:
+        KvtoolError: codes `prompt` (empty, not UTF-8, bad JSON lines) and `file-missing`.
+    """
+    several = len(request.text_files) > 1
+    texts: list[tuple[str | None, str]] = [(p.stem if several else None, _read(p)) for p in request.text_files]
+    texts = texts or _prompts(request)
+    for index, (name, text) in enumerate(texts):
+        if not text:
+            where = f"prompt {name or index}" if len(texts) > 1 else "the prompt"
+            raise KvtoolError("prompt", f"{where} holds no token", "give it some text")
+    return texts
+
+
+def tokenize(
+    request: Request, texts: list[tuple[str | None, str]], tokenization: Tokenization, position_limit: int | None
+) -> list[Input]:
+    """The texts as token sequences.
 
     Args:
         position_limit: most positions of the model, or None.
 
     Raises:
-        KvtoolError: codes `prompt` (empty, too short, too long, with token counts) and `file-missing`.
+        KvtoolError: code `prompt` (empty, too short, too long, with token counts).
     """
     if request.text_files:
-        found = [_forced(request, path, tokenization) for path in request.text_files]
+        pairs = zip(request.text_files, texts, strict=True)
+        found = [_forced(request, path, name, text, tokenization) for path, (name, text) in pairs]
     else:
         encode = tokenization.encode_chat if request.chat else tokenization.encode
-        found = [Input(name, tuple(encode(text)), (), request.new_tokens) for name, text in _prompts(request)]
+        found = [Input(name, tuple(encode(text)), (), request.new_tokens) for name, text in texts]
     for index, item in enumerate(found):
         where = f"prompt {item.name or index}" if len(found) > 1 else "the prompt"
         if not item.prompt:
@@ -72,10 +91,10 @@ def _read(path: Path) -> str:
         raise KvtoolError("file-missing", f"{path} cannot be read: {error.strerror}") from None
 
 
-def _forced(request: Request, path: Path, tokenization: Tokenization) -> Input:
+def _forced(request: Request, path: Path, name: str | None, text: str, tokenization: Tokenization) -> Input:
     assert request.prompt_tokens is not None
     assert request.eval_tokens is not None
-    tokens = tokenization.encode(_read(path))
+    tokens = tokenization.encode(text)
     wanted = request.prompt_tokens + request.eval_tokens
     if len(tokens) < wanted:
         raise KvtoolError(
@@ -83,7 +102,6 @@ def _forced(request: Request, path: Path, tokenization: Tokenization) -> Input:
             f"{path} has {len(tokens)} tokens, but {request.prompt_tokens} + {request.eval_tokens} are asked for",
             "give a longer text, or fewer --prompt-tokens or --eval-tokens",
         )
-    name = path.stem if len(request.text_files) > 1 else None
     return Input(name, tuple(tokens[: request.prompt_tokens]), tuple(tokens[request.prompt_tokens : wanted]), 0)
 
 

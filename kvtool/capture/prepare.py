@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvtool.capture.converted import converted
-from kvtool.capture.inputs import Input, read_inputs
+from kvtool.capture.inputs import Input, read_texts, tokenize
 from kvtool.capture.loading import load_config, load_model, load_tokenizer, run_dtype
 from kvtool.capture.packages import require
 from kvtool.capture.request import Request, parse_dtype
@@ -45,6 +45,7 @@ class Prepared:
 
 def prepare(request: Request, notes: Notes) -> Prepared:
     """Everything up to the weights; a stored dtype narrower than the run's is noted."""
+    texts = read_texts(request)
     source = find_source(request.model, online=request.online)
     if source.gguf:
         require("gguf", "accelerate")  # transformers reads GGUF through both
@@ -60,7 +61,7 @@ def prepare(request: Request, notes: Notes) -> Prepared:
         )
     tokenizer = load_tokenizer(source)
     tokenization = Tokenization(tokenizer)
-    inputs = read_inputs(request, tokenization, most_positions(config))
+    inputs = tokenize(request, texts, tokenization, most_positions(config))
     return Prepared(source, config, tokenizer, tokenization, inputs, dtype, stored)
 
 

@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from kvtool.capture.generation import Decoding
-from kvtool.capture.inputs import read_inputs
+from kvtool.capture.inputs import Input, read_texts, tokenize
 from kvtool.capture.request import Request, parse_memory, parse_queries
 from kvtool.capture.tokenization import Tokenization
 from kvtool.errors import KvtoolError
 from kvtool.words import parse_ids
+
+
+def read_inputs(request: Request, tokenization: Tokenization, position_limit: int | None) -> list[Input]:
+    return tokenize(request, read_texts(request), tokenization, position_limit)
 
 
 @pytest.fixture(scope="module")
