@@ -19,6 +19,8 @@ CODES: dict[str, str] = {
     "model-unsafe": "a model that would run code on loading: its own modules, or pickled weights",
     "model-load": "a model or tokenizer that cannot be loaded: damaged, incomplete, or of an unknown architecture",
     "model-unsupported": "a model whose attention cannot be recorded, or whose mask or bias kvtool cannot represent",
+    "model-differs": "a model that is not the one whose run the trace holds",
+    "not-reproduced": "a model whose predictions move although nothing was evicted: the closed loop measures nothing",
     "prompt": "a prompt or text that is empty, too short, too long, or not readable as what it should be",
     "memory": "more memory than --max-memory allows",
     "overflow": "a value that the stored dtype cannot hold",

@@ -17,8 +17,10 @@ from kvtool.errors import KvtoolError
 from kvtool.files import write_durably, writing
 from kvtool.manifest import digest
 
-SCHEMA = "kvtool.replay/1"
+SCHEMA, LIVE = "kvtool.replay/1", "kvtool.live/1"
 TABLES = ("cells", "layers", "rows", "ages", "evict_steps")
+# What a result of each kind holds.
+SCHEMAS = {SCHEMA: TABLES, LIVE: ("cells", "layers", "rows", "steps", "calibration", "evict_steps")}
 
 # The columns that name an entry. They come first in every table, in this order.
 KEY = {
@@ -37,6 +39,23 @@ PLACE = {
     "rows": {"layer": pa.int32(), "kv_head": pa.int32(), "q_head": pa.int32()},
     "ages": {"layer": pa.int32(), "kv_head": pa.int32()},
     "evict_steps": {"layer": pa.int32(), "kv_head": pa.int32()},
+    "steps": {"step": pa.int32()},
+}
+# The tables whose entries speak of no single cell: all their columns.
+OWN = {
+    "calibration": {
+        "sequence": pa.int32(),
+        "measured": pa.string(),
+        "predictor": pa.string(),
+        "cells": pa.int32(),
+        "spearman": pa.float64(),
+        "log_pearson": pa.float64(),
+        "ratio_median": pa.float64(),
+        "ratio_low": pa.float64(),
+        "ratio_high": pa.float64(),
+        "pairs": pa.int32(),
+        "wrong_pairs": pa.list_(pa.string()),
+    }
 }
 # Whole numbers, summed where entries are put together.
 COUNTS = ("ties", "undefined_heads", "undefined_layers", "undefined_steps")
@@ -54,7 +73,7 @@ def _plain(value: Any) -> Any:
 def table_of(name: str, entries: Iterable[Mapping[str, Any]]) -> pa.Table:
     """Entries as the Arrow table `name`: key and place columns typed, the others as their values say."""
     entries = [{key: _plain(value) for key, value in entry.items()} for entry in entries]
-    fixed = {**KEY, **PLACE[name]}
+    fixed = OWN[name] if name in OWN else {**KEY, **PLACE[name]}
     others = list(dict.fromkeys(key for entry in entries for key in entry if key not in fixed))
     columns: dict[str, pa.Array] = {
         key: pa.array([entry.get(key) for entry in entries], type=kind) for key, kind in fixed.items()
@@ -74,17 +93,19 @@ def table_of(name: str, entries: Iterable[Mapping[str, Any]]) -> pa.Table:
 
 @dataclass
 class Result:
-    """What a replay found.
+    """What a replay or a live run found.
 
     Attributes:
         manifest: everything needed to run it again.
-        tables: `cells`, `layers`, `rows`, `ages` and `evict_steps` as Arrow tables.
+        tables: the Arrow tables that SCHEMAS lists, by name.
         warnings: sentences the user should read.
+        schema: which kind of result this is.
     """
 
     manifest: dict[str, Any]
     tables: dict[str, pa.Table]
     warnings: list[str] = field(default_factory=list)
+    schema: str = SCHEMA
 
     def entries(self, name: str) -> list[dict[str, Any]]:
         """The table `name` as dictionaries; whole numbers in `achieved` come as integers."""
@@ -98,9 +119,9 @@ class Result:
     def document(self) -> dict[str, Any]:
         """The one JSON document that `--json` prints (everything but the evict_step arrays)."""
         return {
-            "schema": SCHEMA,
+            "schema": self.schema,
             "manifest": self.manifest,
-            **{name: self.entries(name) for name in ("cells", "layers", "rows", "ages")},
+            **{name: self.entries(name) for name in SCHEMAS[self.schema] if name != "evict_steps"},
             "warnings": self.warnings,
         }
 
@@ -111,7 +132,8 @@ class Result:
             KvtoolError: code `disk-full` or `write-failed`.
         """
         folder = Path(path)
-        document: dict[str, Any] = {"schema": SCHEMA, "manifest": self.manifest, "warnings": self.warnings, "files": {}}
+        document: dict[str, Any] = {"schema": self.schema, "manifest": self.manifest, "warnings": self.warnings}
+        document["files"] = {}
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "manifest.json").unlink(missing_ok=True)  # never an old manifest beside new tables
@@ -137,18 +159,20 @@ class Result:
             )
         try:
             document = json.loads(manifest.read_text())
-            if document["schema"] != SCHEMA:
-                raise KvtoolError("result-damaged", f"{folder} is a {document['schema']}, expected {SCHEMA}")
+            if document["schema"] not in SCHEMAS:
+                known = " or ".join(SCHEMAS)
+                raise KvtoolError("result-damaged", f"{folder} is a {document['schema']}, expected {known}")
             if document.pop("digest") != digest(document):
                 raise KvtoolError("result-damaged", f"{manifest} was altered", "replay again")
-            for name in TABLES:
+            names = SCHEMAS[document["schema"]]
+            for name in names:
                 file = folder / f"{name}.parquet"
                 if hashlib.sha256(file.read_bytes()).hexdigest() != document["files"][name]:
                     raise KvtoolError("result-damaged", f"{file} was altered", "replay again")
-            tables = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
+            tables = {name: read_parquet(folder / f"{name}.parquet") for name in names}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise KvtoolError("result-damaged", f"{folder} cannot be read as a result: {error}") from error
-        return cls(document["manifest"], tables, document["warnings"])
+        return cls(document["manifest"], tables, document["warnings"], document["schema"])
 
 
 def write_parquet(table: pa.Table, path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -68,22 +69,38 @@ class Feed:
         self._cache: Any = None
         self.length = 0
 
-    @torch.no_grad()
     def push(self, tokens: list[int]) -> Tensor:
         """Run `tokens`; returns the logits [V] behind the last of them."""
+        *_, last = self._forwards(tokens, 1)
+        return last[-1]
+
+    def logits(self, tokens: list[int]) -> Tensor:
+        """Run `tokens`; returns the logits [n, V] behind every one of them."""
+        return torch.cat(list(self._forwards(tokens, None)))
+
+    def fork(self, around: Callable[[int], AbstractContextManager[None]] | None = None) -> Feed:
+        """The same sequence up to here with a cache of its own, `around` its further forwards."""
+        other = copy.copy(self)
+        other._cache = copy.deepcopy(self._cache)
+        other._around = around or (lambda n: nullcontext())
+        return other
+
+    @torch.no_grad()
+    def _forwards(self, tokens: list[int], keep: int | None) -> Iterator[Tensor]:
+        """The last `keep` logits of each forward, all for None."""
         step = self._chunk or len(tokens)
-        logits: Tensor | None = None
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
             cache = {} if self._cache is None or self._cache_name is None else {self._cache_name: self._cache}
+            options = dict(self._options)
+            if "logits_to_keep" in options and keep is None:
+                options["logits_to_keep"] = len(part)
             with self._around(len(part)):
-                output = self._model(input_ids=torch.tensor([part]), **cache, **self._options)
+                output = self._model(input_ids=torch.tensor([part]), **cache, **options)
             self._cache = output.get("cache", output.get("past_key_values"))
-            logits = output.logits[0, -1]
             self.length += len(part)
             self._progress(len(part))
-        assert logits is not None
-        return logits
+            yield output.logits[0, -(keep or len(part)) :]
 
 
 def generate(

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,19 @@ class Observer(Protocol):
     def see(self, call: AttentionCall) -> None: ...
 
 
+@runtime_checkable
+class Hider(Observer, Protocol):
+    """An observer that also hides keys: evicted tokens, say."""
+
+    def hidden(self, layer: int, steps: int, columns: int) -> Tensor | None:
+        """bool [H, n, Tk], True where the query head does not see the key besides what the model's own mask hides.
+
+        Args:
+            steps, columns: n and Tk of the call, the n newest keys last.
+        """
+        ...
+
+
 _observer: Observer | None = None
 _delegate: str = ""
 
@@ -83,12 +96,18 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Registered as an attention implementation: delegates, then tells the observer."""
-    result: tuple[Tensor, Any] = _delegated(module)(module, query, key, value, attention_mask, *args, **kwargs)
-    layer = getattr(module, "layer_idx", None)
+    run = _delegated(module)
+    layer: int | None = getattr(module, "layer_idx", None)
+    result: tuple[Tensor, Any]
     if _observer is None or layer is None or not _observer.wants(layer):
+        result = run(module, query, key, value, attention_mask, *args, **kwargs)
         return result
     if query.shape[0] != 1:
         raise KvtoolError("model-unsupported", "a trace holds one sequence: batches and padding are refused")
+    mask = attention_mask
+    if isinstance(_observer, Hider):
+        mask = _without(_observer.hidden(layer, query.shape[2], key.shape[2]), mask, query.dtype)
+    result = run(module, query, key, value, mask, *args, **kwargs)
     extras = dict(kwargs)
     scale = extras.pop("scaling", None)
     _observer.see(
@@ -105,6 +124,21 @@ def _attention(
         )
     )
     return result
+
+
+def _without(hidden: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The mask [1, ., n, Tk] with the `hidden` keys taken out, in the kind that the delegate understands."""
+    if hidden is None:
+        return mask
+    lowest = torch.finfo(dtype).min
+    n, columns = hidden.shape[-2:]
+    if mask is None:
+        # No mask: one query sees every column, several are plain causal over as many keys.
+        mask = (torch.arange(columns)[None, :] <= torch.arange(n)[:, None] + (columns - n))[None, None]
+        if _delegate == "eager":
+            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, lowest)
+    mask = mask[..., :columns]
+    return mask & ~hidden[None] if mask.dtype == torch.bool else mask.masked_fill(hidden[None], lowest)
 
 
 def implementation(model: Any) -> str:

@@ -15,8 +15,8 @@ from kvtool.metrics import built_in_metrics
 from kvtool.replay.notes import sentences
 from kvtool.replay.parts import Part, Partials, Store
 from kvtool.replay.plan import Plan, make_plan
-from kvtool.replay.serving import missing_for
 from kvtool.replay.unit import METRICS, run_unit
+from kvtool.replay.work import servable, work_of
 from kvtool.result import COUNTS, Result, concatenate, table_of
 from kvtool.trace import Sequence, Trace, open_trace
 from kvtool.words import spans
@@ -71,8 +71,8 @@ def replay(
     )
     store = Store(Path(output), force) if output is not None else None
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
-    work = _work(opened, plan, layers, sequences)
-    plan, warnings = _servable(plan, work, optional="all" in policies)
+    work = work_of(opened, plan, layers, sequences)
+    plan, warnings = servable(plan, work, optional="all" in policies)
     if store is None:
         return _gather(opened, plan, work, _run(opened, plan, work, None, progress), warnings)
     store.open()
@@ -103,68 +103,6 @@ def _run(
                 store.save(name, key, part)
         parts.append((sequence.index, part))
     return parts
-
-
-def _work(
-    trace: Trace, plan: Plan, layers: Iterable[int] | None, sequences: Iterable[int] | None
-) -> list[tuple[Sequence, int, int]]:
-    """(sequence, layer id, event step) of every unit, checked against the trace."""
-    chosen_layers = _pick(layers, trace.layer_ids, "layer")
-    chosen = _pick(sequences, [s.index for s in trace.sequences], "sequence")
-    work = []
-    for sequence in trace.sequences:
-        if sequence.index not in chosen:
-            continue
-        try:
-            (step,) = plan.schedule.events(sequence.prompt_length, sequence.length)
-        except KvtoolError as error:
-            raise KvtoolError(error.code, f"sequence {sequence.index}: {error.message}", error.hint) from None
-        for layer_id in sequence.layer_ids:
-            if layer_id not in chosen_layers:
-                continue
-            if not bool((sequence.layer(layer_id).query_steps >= step).any()):
-                raise KvtoolError(
-                    "no-queries",
-                    f"sequence {sequence.index}, layer {layer_id}: no query at or after the event at step {step}",
-                    "choose an earlier --evict-at, or capture with --max-new-tokens or --eval-tokens",
-                )
-            work.append((sequence, layer_id, step))
-    if not work:
-        raise KvtoolError("usage", "no captured layer is left to replay")
-    return work
-
-
-def _pick(wanted: Iterable[int] | None, known: list[int], noun: str) -> list[int]:
-    if wanted is None:
-        return known
-    chosen = list(wanted)
-    unknown = [i for i in chosen if i not in known]
-    if unknown or not chosen:
-        raise KvtoolError(
-            "usage",
-            f"the trace has no {noun} {', '.join(map(str, unknown)) or 'named'}",
-            f"it has {', '.join(map(str, known))}",
-        )
-    return chosen
-
-
-def _servable(plan: Plan, work: list[tuple[Sequence, int, int]], optional: bool) -> tuple[Plan, list[str]]:
-    """The plan without built-in policies that the trace cannot serve, where they came with `all` or as controls.
-
-    Raises:
-        KvtoolError: `trace-lacks` for a policy that was asked for by name.
-    """
-    kept, warnings = [], []
-    for label, policy in plan.policies:
-        reasons = (missing_for(policy, s.layer(layer_id), step) for s, layer_id, step in work)
-        reason = next((r for r in reasons if r), None)
-        if reason is None:
-            kept.append((label, policy))
-        elif optional:
-            warnings.append(f"{label} is left out: {reason}")
-        else:
-            raise KvtoolError("trace-lacks", f"{label} cannot be replayed: {reason}", "kvtool inspect lists what can")
-    return plan.only(kept), warnings
 
 
 def _gather(

@@ -21,20 +21,10 @@ METRICS: dict[str, int] = {name: built_in_metrics()[name].version for name in BU
 
 
 def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int) -> Part:
-    """Decide and measure every cell of the plan on one layer, with one event before query `step`.
-
-    A layer that reads another's keys and values inherits that layer's decisions: the token is in
-    one cache only, and the donor's queries scored it.
-    """
+    """Decide and measure every cell of the plan on one layer, with one event before query `step`."""
     layer = sequence.layer(layer_id, dtype=plan.dtype)
-    donor = layer
-    if layer.geometry.kv_source is not None:
-        donor = sequence.layer(layer.geometry.kv_source, dtype=plan.dtype)
     steps = layer.query_steps[layer.query_steps >= step]
-    decided: list[RetainedSet] = []
-    for label, policy in plan.policies:
-        ahead = donor.query_steps[donor.query_steps >= step]
-        decided += decide(donor, label, policy, plan.budgets, step, plan.protection, ahead)
+    decided = decide_cells(sequence, layer, plan, step)
     errors = evaluate_layer(layer, decided, steps, mode=plan.evaluate, future_mass=_future_mass(layer, steps))
     tables: dict[str, list[dict[str, Any]]] = {"layers": [], "rows": [], "ages": [], "evict_steps": []}
     partials: Partials = []
@@ -55,6 +45,22 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int) -> Part:
         partials.append({**partial, "counts": {n: torch.tensor(v) for n, v in {**counted, "achieved": kept}.items()}})
         notes += note_unit(cell, retained, layer.geometry, sequence.index)
     return Part(tables, partials, notes)
+
+
+def decide_cells(sequence: Sequence, layer: Layer, plan: Plan, step: int) -> list[RetainedSet]:
+    """The retained set of every cell of the plan, in order.
+
+    A layer that reads another's keys and values inherits that layer's decisions: the token is in
+    one cache only, and the donor's queries scored it.
+    """
+    donor = layer
+    if layer.geometry.kv_source is not None:
+        donor = sequence.layer(layer.geometry.kv_source, dtype=plan.dtype)
+    ahead = donor.query_steps[donor.query_steps >= step]
+    decided: list[RetainedSet] = []
+    for label, policy in plan.policies:
+        decided += decide(donor, label, policy, plan.budgets, step, plan.protection, ahead)
+    return decided
 
 
 def _future_mass(layer: Layer, steps: Tensor) -> Tensor:
