@@ -60,6 +60,27 @@ class Geometry:
         return torch.zeros_like(steps)
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """How the gradients of one sequence were drawn: what every layer's `output_gradients` have in common.
+
+    Attributes:
+        draws: S, independent draws of next tokens from the model's own full-cache distribution.
+        block: evaluated steps per block; targets beyond a step's own block are cut from its gradient.
+        at: which steps were evaluated: those of the continuation, of the prompt, or all.
+        targets: half-open range of steps whose next token was drawn; step t' predicts row t'+1.
+        steps: how many steps' next tokens were drawn, the divisor of a mean per step.
+        seed: seed of the draws.
+    """
+
+    draws: int
+    block: int
+    at: Literal["continuation", "prompt", "all"]
+    targets: tuple[int, int]
+    steps: int
+    seed: int
+
+
 @dataclass(frozen=True, eq=False)
 class Layer:
     """One layer of one sequence. Arrays are loaded on first use, in the compute dtype.
@@ -76,7 +97,9 @@ class Layer:
         loaders: name -> function returning the array as stored, for `queries` [H, Tq, D],
             `keys` [Hk, T, D], `values` [Hk, T, Dv] and optionally `output_projection` [H, Dv, M],
             `output_sample` [H, n, Dv] (output of the last n query steps), `output_gradients`
-            [S, H, Tg, Dv] with `gradient_steps` [Tg].
+            [S, H, Tg, Dv].
+        gradients: how `output_gradients` were drawn, None where the trace has none.
+        gradient_steps: [Tg] int64 ascending rows of `output_gradients`, None where this layer has none.
     """
 
     geometry: Geometry
@@ -87,6 +110,8 @@ class Layer:
     prompt_digest: str
     loaders: Mapping[str, Callable[[], Tensor]] = field(repr=False)
     dtype: torch.dtype = torch.float32
+    gradients: Gradients | None = None
+    gradient_steps: Tensor | None = None
 
     def _load(self, name: str) -> Tensor:
         return self.loaders[name]().to(self.dtype)
@@ -110,6 +135,13 @@ class Layer:
     def output_projection(self) -> Tensor | None:
         """[H, Dv, M], or None where the trace holds none."""
         return self._load("output_projection") if "output_projection" in self.loaders else None
+
+    @cached_property
+    def output_gradients(self) -> Tensor | None:
+        """[S, H, Tg, Dv], or None where the trace holds none: per draw, the derivative of the summed
+        log-probabilities of the drawn tokens with respect to attention's output, before any gate or
+        output projection."""
+        return self._load("output_gradients") if "output_gradients" in self.loaders else None
 
     def has(self, name: str) -> bool:
         """Whether the optional array `name` is stored."""
@@ -154,6 +186,9 @@ class Layer:
         rotation: Rotation | Literal["none"] | None = None,
         prompt_digest: str = "0" * 64,
         dtype: torch.dtype = torch.float32,
+        output_gradients: Tensor | None = None,
+        gradient_steps: Tensor | None = None,
+        gradients: Gradients | None = None,
     ) -> Layer:
         """A layer from arrays in memory: `queries` [H, Tq, D], `keys` [Hk, T, D], `values` [Hk, T, Dv]."""
         sizes = expect_shapes(
@@ -164,7 +199,11 @@ class Layer:
             positions=(positions, "T"),
             output_projection=(output_projection, "H Dv M"),
             sink_logits=(sink_logits, "H"),
+            output_gradients=(output_gradients, "S H Tg Dv"),
+            gradient_steps=(gradient_steps, "Tg"),
         )
+        if len({value is None for value in (output_gradients, gradient_steps, gradients)}) != 1:
+            raise KvtoolError("shape", "output_gradients, gradient_steps and gradients come together or not at all")
         if sizes["H"] % sizes["Hk"]:
             raise KvtoolError("shape", f"{sizes['H']} query heads cannot share {sizes['Hk']} KV heads evenly")
         if query_steps is None:
@@ -172,6 +211,8 @@ class Layer:
         arrays = {"queries": queries, "keys": keys, "values": values}
         if output_projection is not None:
             arrays["output_projection"] = output_projection
+        if output_gradients is not None:
+            arrays["output_gradients"] = output_gradients
         return cls(
             geometry=Geometry(
                 layer=layer,
@@ -193,4 +234,6 @@ class Layer:
             prompt_digest=prompt_digest,
             loaders={name: partial(torch.clone, array) for name, array in arrays.items()},
             dtype=dtype,
+            gradients=gradients,
+            gradient_steps=None if gradient_steps is None else gradient_steps.to(torch.int64),
         )

@@ -11,6 +11,7 @@ from kvtool.layer import Geometry
 from kvtool.trace.attributes import parse_layer
 from kvtool.trace.commit import read_commit, refuse_newer
 from kvtool.trace.consistency import check_layer, check_sequence, sequence_fields
+from kvtool.trace.gradients import check_gradients, parse_gradients
 from kvtool.trace.layout import ATTRIBUTE, COMMIT, sequence_path
 from kvtool.trace.metadata import check_lengths, read_tree
 from kvtool.trace.publish import WRITING, siblings
@@ -58,6 +59,7 @@ def _sequence(trace: Trace, index: int) -> Sequence:
     path = sequence_path(index)
     attributes, length, prompt_length = sequence_fields(trace.tree.groups[path].get(ATTRIBUTE), f"sequence {index}")
     check_sequence(trace.tree, path, length)
+    gradients = parse_gradients(attributes.get("gradients"), f"sequence {index}", length)
     parsed: dict[int, tuple[Geometry, bool]] = {}
     prefix = f"{path}/layers/"
     for group, values in trace.tree.groups.items():
@@ -68,9 +70,10 @@ def _sequence(trace: Trace, index: int) -> Sequence:
             parsed[layer] = parse_layer(values.get(ATTRIBUTE), layer, where, recorded=recorded)
     for layer in parsed:
         check_layer(trace.tree, index, layer, {number: entry[0] for number, entry in parsed.items()}, length)
+        check_gradients(trace.tree, index, layer, gradients)
     if not parsed:
         raise KvtoolError("trace-unsafe", f"sequence {index} has no layers")
-    return Sequence(trace, index, attributes, length, prompt_length, sorted(parsed), parsed)
+    return Sequence(trace, index, attributes, length, prompt_length, sorted(parsed), parsed, gradients)
 
 
 def refuse_incomplete(root: Path) -> None:

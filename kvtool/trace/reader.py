@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
-from kvtool.layer import Geometry, Layer
+from kvtool.layer import Geometry, Gradients, Layer
 from kvtool.rotation import Rotation
 from kvtool.trace.array import read_array
 from kvtool.trace.commit import Commit
@@ -72,6 +72,7 @@ class Sequence:
         prompt_length: rows of the prompt.
         layer_ids: layers that are stored, ascending.
         parsed: layer id -> geometry without its arrays, and whether its keys are stored rotated.
+        gradients: how the layers' `output_gradients` were drawn, None where the trace holds none.
     """
 
     trace: Trace = field(repr=False)
@@ -81,6 +82,7 @@ class Sequence:
     prompt_length: int
     layer_ids: list[int]
     parsed: dict[int, tuple[Geometry, bool]] = field(repr=False)
+    gradients: Gradients | None = None
 
     @property
     def id(self) -> str | None:
@@ -180,9 +182,10 @@ class Sequence:
             "keys": lambda: self._keys(donor),
             "values": lambda: self.array("values", donor),
         }
-        for name in ("output_projection", "output_sample", "output_gradients", "gradient_steps"):
+        for name in ("output_projection", "output_sample", "output_gradients"):
             if self.has_array(name, layer_id):
                 loaders[name] = lambda name=name: self.array(name, layer_id)  # type: ignore[misc]
+        drawn = self.has_array("output_gradients", layer_id)
         return Layer(
             geometry=geometry,
             tokens=self.length,
@@ -192,6 +195,8 @@ class Sequence:
             prompt_digest=self.prompt_digest,
             loaders=loaders,
             dtype=dtype,
+            gradients=self.gradients if drawn else None,
+            gradient_steps=self.array("gradient_steps", layer_id) if drawn else None,
         )
 
     def _keys(self, donor: int) -> Tensor:

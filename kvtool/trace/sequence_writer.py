@@ -12,10 +12,11 @@ from torch import Tensor
 
 from kvtool.errors import KvtoolError
 from kvtool.files import write_durably, writing
-from kvtool.layer import Geometry
+from kvtool.layer import Geometry, Gradients
 from kvtool.shapes import expect_shapes
 from kvtool.trace.array import create_group, write_array, write_heads
 from kvtool.trace.attributes import layer_attributes
+from kvtool.trace.gradients import gradient_attributes, stored_gradients
 from kvtool.trace.layout import ATTRIBUTE, layer_path, sequence_path, to_numpy
 from kvtool.trace.publish import WRITING
 from kvtool.trace.spool import Spool
@@ -102,6 +103,9 @@ class SequenceWriter:
         text: Sequence[bytes] | None = None,
         output_samples: Mapping[int, Tensor] | None = None,
         geometries: Mapping[int, Geometry] | None = None,
+        gradients: Gradients | None = None,
+        gradient_steps: Tensor | None = None,
+        output_gradients: Mapping[int, Tensor] | None = None,
     ) -> None:
         """Turn the spool files into chunks and mark the sequence as whole.
 
@@ -111,6 +115,12 @@ class SequenceWriter:
             text: T pieces of UTF-8 that the tokens stand for; None where unknown.
             output_samples: layer -> [H, n, Dv], the model's own attention output of the last n query steps.
             geometries: the final ones, where the run found out more (rotation, sink logits).
+            gradients: how the gradients were drawn, where there are any.
+            gradient_steps: [Tg] rows of the gradients, ascending.
+            output_gradients: layer -> [S, H, Tg, Dv] in any float dtype, rounded once to the trace's.
+
+        Raises:
+            KvtoolError: `shape`; `not-finite`, `overflow` for gradients that the stored dtype cannot hold.
         """
         if geometries is not None:
             self._geometries = {layer: geometries[layer] for layer in self._geometries}
@@ -119,6 +129,7 @@ class SequenceWriter:
         if not 0 <= self._prompt_length <= count or not count:
             raise KvtoolError("shape", f"a prompt of {self._prompt_length} tokens in a sequence of {count}")
         steps = {layer: self._finished_steps(layer, count) for layer in self._geometries}
+        self._take_gradients(gradients, gradient_steps, output_gradients or {}, count)
         with writing(self._trace.path):
             self._write_tokens(tokens, positions.detach().cpu().to(torch.int64), text)
             for layer, geometry in self._geometries.items():
@@ -126,6 +137,25 @@ class SequenceWriter:
             self._trace.settle(sequence_path(self.index))
             write_durably(self._trace.root / WRITING / f"{self.index:04d}.whole", b"")
         self.finished = True
+
+    def _take_gradients(
+        self, gradients: Gradients | None, steps: Tensor | None, arrays: Mapping[int, Tensor], count: int
+    ) -> None:
+        """Hold gradients against what was drawn; what is stored of them waits in `_gradients`."""
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        if len({gradients is None, steps is None, not arrays}) != 1:
+            raise KvtoolError("internal", "gradients, gradient_steps and output_gradients come together or not at all")
+        if gradients is None or steps is None:
+            return
+        steps = steps.detach().to(device="cpu", dtype=torch.int64, copy=True)
+        if not len(steps) or bool((steps.diff() <= 0).any()) or int(steps[0]) < 0 or int(steps[-1]) >= count:
+            raise KvtoolError("shape", f"the gradients' steps do not ascend within 0 to {count - 1}")
+        for layer, array in arrays.items():
+            geometry = self._geometries[layer]
+            dims = f"{gradients.draws} {geometry.query_heads} Tg {geometry.value_dim}"
+            expect_shapes(gradient_steps=(steps, "Tg"), output_gradients=(array, dims))
+            self._gradients[layer] = steps, stored_gradients(array, self._trace.dtype, f"layer {layer}", steps)
+        self._attributes = {**self._attributes, "gradients": gradient_attributes(gradients)}
 
     def _finished_steps(self, layer: int, count: int) -> Tensor:
         """The layer's query steps [Tq], after everything it appended was found to fit."""
@@ -201,6 +231,11 @@ class SequenceWriter:
             spool.remove()
         for name, tensor in self._small_arrays(geometry, steps, sample):
             write_array(trace.root, f"{path}/{name}", tensor, archive=trace.archive)
+
+        if geometry.layer in self._gradients:
+            of_steps, array = self._gradients.pop(geometry.layer)
+            write_array(trace.root, f"{path}/gradient_steps", of_steps, archive=trace.archive)
+            write_array(trace.root, f"{path}/output_gradients", array, archive=trace.archive)
 
     def _small_arrays(self, geometry: Geometry, steps: Tensor, sample: Tensor | None) -> Iterator[tuple[str, Tensor]]:
         yield "query_steps", steps

@@ -370,18 +370,3 @@ def test_text_offsets_that_lie(make_trace: Callable[..., Path]) -> None:
     reseal(path)
     with pytest.raises(KvtoolError, match="do not divide its text"):
         open_trace(path).sequences[0].texts()
-
-
-def test_gradients_of_a_later_version_are_read(make_trace: Callable[..., Path]) -> None:
-    import torch
-
-    from kvtool.trace.array import write_array
-
-    path = make_trace(lengths=(8,))
-    write_array(path, "sequences/0000/layers/03/output_gradients", torch.arange(2 * 4 * 3 * 5.0).view(2, 4, 3, 5))
-    write_array(path, "sequences/0000/layers/03/gradient_steps", torch.tensor([5, 6, 7]))
-    reseal(path)
-    layer = open_trace(path).sequences[0].layer(3)
-    assert layer.has("output_gradients")
-    assert torch.equal(layer.loaders["output_gradients"]()[1, 3, 2], torch.arange(115.0, 120.0))
-    assert torch.equal(layer.loaders["gradient_steps"](), torch.tensor([5, 6, 7]))

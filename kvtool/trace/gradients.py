@@ -1,0 +1,112 @@
+"""Gradients in a trace: how they were drawn as JSON, held against the arrays, and rounded to the stored dtype."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from kvtool.errors import KvtoolError
+from kvtool.layer import Gradients
+from kvtool.trace.attributes import Fields
+from kvtool.trace.layout import dtype_name, layer_path
+from kvtool.trace.metadata import Tree
+
+GRADIENT_FIELDS = ("draws", "block", "at", "targets", "steps", "seed")
+MOST_DRAWS = 1 << 20
+MOST_LOSS = 0.01  # relative L2 that rounding may cost one draw of one layer
+
+
+def gradient_attributes(gradients: Gradients) -> dict[str, Any]:
+    """The sequence attribute `gradients`."""
+    return {
+        "draws": gradients.draws,
+        "block": gradients.block,
+        "at": gradients.at,
+        "targets": list(gradients.targets),
+        "steps": gradients.steps,
+        "seed": gradients.seed,
+    }
+
+
+def parse_gradients(values: Any, where: str, length: int) -> Gradients | None:
+    """The sequence attribute `gradients` read back; None where there is none.
+
+    Args:
+        length: T; targets lie in 0 to T.
+
+    Raises:
+        KvtoolError: code `trace-unsafe`.
+    """
+    if values is None:
+        return None
+    fields = Fields(values, GRADIENT_FIELDS, f"{where}: gradients")
+    for name in GRADIENT_FIELDS:
+        fields.require(name)
+    targets = fields.values["targets"]
+    whole = isinstance(targets, list) and all(isinstance(x, int) and not isinstance(x, bool) for x in targets)
+    if not whole or len(targets) != 2 or not 0 <= targets[0] < targets[1] <= length:
+        raise fields.fault(f"has targets that are no half-open range of steps within 0 to {length}")
+    return Gradients(
+        draws=cast(int, fields.whole("draws", 1, MOST_DRAWS)),
+        block=cast(int, fields.whole("block", 1, 1 << 40)),
+        at=cast(Literal["continuation", "prompt", "all"], fields.word("at", ("continuation", "prompt", "all"))),
+        targets=(targets[0], targets[1]),
+        steps=cast(int, fields.whole("steps", 1, length)),
+        seed=cast(int, fields.whole("seed", 0, (1 << 64) - 1)),
+    )
+
+
+def check_gradients(tree: Tree, index: int, layer: int, gradients: Gradients | None) -> None:
+    """A layer's gradients are of as many draws as the sequence says, and none are there where it says nothing.
+
+    Raises:
+        KvtoolError: code `trace-unsafe`, naming the layer.
+    """
+    array = tree.arrays.get(f"{layer_path(index, layer)}/output_gradients")
+    drawn = None if array is None else array.shape[0]
+    if drawn is not None and (gradients is None or drawn != gradients.draws):
+        said = "nothing" if gradients is None else f"{gradients.draws}"
+        raise KvtoolError(
+            "trace-unsafe",
+            f"layer {layer} of sequence {index} has gradients of {drawn} draws, its sequence says {said}",
+        )
+
+
+def stored_gradients(array: Tensor, dtype: torch.dtype, where: str, steps: Tensor) -> Tensor:
+    """Gradients [S, H, Tg, Dv] rounded to the stored dtype, unscaled; refused where that would falsify them.
+
+    Args:
+        where: said in errors, such as `layer 7`.
+        steps: [Tg] rows, likewise.
+
+    Raises:
+        KvtoolError: `not-finite`; `overflow`, also where rounding small numbers costs one draw more than 1 % (L2).
+    """
+    array = array.detach().cpu()
+    stored = array.to(dtype)
+    if not bool(torch.isfinite(stored).all()):
+        draw, head, row, _ = (int(x) for x in (~torch.isfinite(stored)).nonzero()[0])
+        place = f"the gradient of {where} in draw {draw}, head {head}, step {int(steps[row])}"
+        if not bool(torch.isfinite(array).all()):
+            raise KvtoolError(
+                "not-finite", f"{place} is not finite", "a wider --model-dtype may hold it; capture without --gradients"
+            )
+        raise KvtoolError(
+            "overflow",
+            f"{place} is more than {dtype_name(dtype)} can hold",
+            "store a wider dtype: --dtype float32 or bfloat16",
+        )
+    if stored.dtype != array.dtype:
+        exact = array.to(torch.float64).flatten(1)  # [S, H·Tg·Dv]
+        lost, norm = (stored.to(torch.float64).flatten(1) - exact).norm(dim=1), exact.norm(dim=1)
+        if bool((lost > MOST_LOSS * norm).any()):
+            draw = int((lost > MOST_LOSS * norm).nonzero()[0])
+            raise KvtoolError(
+                "overflow",
+                f"the gradients of {where} are too small for {dtype_name(dtype)}: draw {draw} would lose "
+                f"{float(lost[draw] / norm[draw]):.1%} of its length",
+                "store a wider dtype: --dtype float32 or bfloat16",
+            )
+    return stored
