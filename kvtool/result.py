@@ -19,6 +19,7 @@ from kvtool.manifest import digest
 
 SCHEMA, LIVE = "kvtool.replay/1", "kvtool.live/1"
 TABLES = ("cells", "layers", "rows", "ages", "evict_steps")
+OPTIONAL = ("token_shares",)  # only where they were asked for
 # What a result of each kind holds.
 SCHEMAS = {SCHEMA: TABLES, LIVE: ("cells", "layers", "rows", "steps", "calibration", "evict_steps")}
 
@@ -39,6 +40,7 @@ PLACE = {
     "rows": {"layer": pa.int32(), "kv_head": pa.int32(), "q_head": pa.int32()},
     "ages": {"layer": pa.int32(), "kv_head": pa.int32()},
     "evict_steps": {"layer": pa.int32(), "kv_head": pa.int32()},
+    "token_shares": {"layer": pa.int32(), "kv_head": pa.int32()},
     "steps": {"step": pa.int32()},
 }
 # The tables whose entries speak of no single cell: all their columns.
@@ -59,6 +61,14 @@ OWN = {
 }
 # Whole numbers, summed where entries are put together.
 COUNTS = ("ties", "undefined_heads", "undefined_layers", "undefined_steps")
+# Columns whose kind a table without a single value would not show.
+KINDS = {
+    **dict.fromkeys(COUNTS, pa.int64()),
+    **dict.fromkeys(("predicted_kl_block", "predicted_kl_steps", "predicted_kl_draws"), pa.int64()),
+    **dict.fromkeys(("evict_step", "tokens"), pa.list_(pa.int32())),
+    "shares": pa.list_(pa.float64()),
+    "predicted_kl_partial": pa.string(),
+}
 
 
 def _plain(value: Any) -> Any:
@@ -80,15 +90,18 @@ def table_of(name: str, entries: Iterable[Mapping[str, Any]]) -> pa.Table:
     }
     for key in others:
         values = [entry.get(key) for entry in entries]
-        kind = None
-        if key in COUNTS:
-            kind = pa.int64()
-        elif key == "evict_step":
-            kind = pa.list_(pa.int32())
-        elif all(v is None or isinstance(v, float) for v in values):
+        kind = KINDS.get(key)
+        if kind is None and all(v is None or isinstance(v, float) for v in values):
             kind = pa.float64()
         columns[key] = pa.array(values, type=kind)
     return pa.table(columns)
+
+
+def with_columns(table: pa.Table, columns: Mapping[str, list[float | None]]) -> pa.Table:
+    """`table` with further columns of numbers, one value a row."""
+    for name, values in columns.items():
+        table = table.append_column(name, pa.array(values, type=pa.float64()))
+    return table
 
 
 @dataclass
@@ -97,7 +110,7 @@ class Result:
 
     Attributes:
         manifest: everything needed to run it again.
-        tables: the Arrow tables that SCHEMAS lists, by name.
+        tables: the Arrow tables that SCHEMAS lists, by name; `token_shares` where they were asked for.
         warnings: sentences the user should read.
         schema: which kind of result this is.
     """
@@ -121,7 +134,7 @@ class Result:
         return {
             "schema": self.schema,
             "manifest": self.manifest,
-            **{name: self.entries(name) for name in SCHEMAS[self.schema] if name != "evict_steps"},
+            **{name: self.entries(name) for name in _names(self.schema, self.tables) if name != "evict_steps"},
             "warnings": self.warnings,
         }
 
@@ -164,7 +177,7 @@ class Result:
                 raise KvtoolError("result-damaged", f"{folder} is a {document['schema']}, expected {known}")
             if document.pop("digest") != digest(document):
                 raise KvtoolError("result-damaged", f"{manifest} was altered", "replay again")
-            names = SCHEMAS[document["schema"]]
+            names = _names(document["schema"], document["files"])
             for name in names:
                 file = folder / f"{name}.parquet"
                 if hashlib.sha256(file.read_bytes()).hexdigest() != document["files"][name]:
@@ -173,6 +186,12 @@ class Result:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise KvtoolError("result-damaged", f"{folder} cannot be read as a result: {error}") from error
         return cls(document["manifest"], tables, document["warnings"], document["schema"])
+
+
+def _names(schema: str, there: Iterable[str]) -> list[str]:
+    """The tables of a result of this kind that has `there`."""
+    there = set(there)
+    return [*SCHEMAS[schema], *(name for name in OPTIONAL if name in there)]
 
 
 def write_parquet(table: pa.Table, path: Path) -> str:

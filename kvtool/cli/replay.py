@@ -31,6 +31,13 @@ def command(
         str, typer.Option(help="live: queries see what is left and all new tokens; pool: the candidates only.")
     ] = "live",
     precision: Annotated[str, typer.Option(help="float32 or float64 arithmetic.")] = "float32",
+    kl_window: Annotated[
+        list[int] | None,
+        typer.Option("--kl-window", help="Steps in a further window of predicted_kl, besides 1 and 32; repeatable."),
+    ] = None,
+    token_shares: Annotated[
+        bool, typer.Option("--token-shares", help="Also tell predicted_kl apart by evicted token, in a second pass.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto or cpu: the plain torch reference.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
     output: Annotated[
@@ -60,6 +67,8 @@ def command(
             sequences=parse_ids(sequences, "--sequences"),
             evaluate=evaluate,
             precision=precision,
+            kl_windows=kl_window or (),
+            token_shares=token_shares,
             device=device,
             output=output,
             force=force,

@@ -3,15 +3,19 @@
 from kvtool.metrics.ages import AGE_COLUMNS, ages
 from kvtool.metrics.mass_regret import mass_regret
 from kvtool.metrics.metric import Column, Metric, mean_over_sequences, nullable
+from kvtool.metrics.predicted_kl import PredictedKL, Whole
 from kvtool.metrics.step_errors import StepErrors, evaluate_layer, measure
 from kvtool.metrics.table import BUILT_IN, built_in_metrics, columns
+from kvtool.metrics.token_shares import token_shares
 
 __all__ = [
     "AGE_COLUMNS",
     "BUILT_IN",
     "Column",
     "Metric",
+    "PredictedKL",
     "StepErrors",
+    "Whole",
     "ages",
     "built_in_metrics",
     "columns",
@@ -20,4 +24,5 @@ __all__ = [
     "mean_over_sequences",
     "measure",
     "nullable",
+    "token_shares",
 ]

@@ -28,6 +28,7 @@ class Column:
         unit: in words.
         direction: which way is better, `none` where neither is.
         meaning: one phrase.
+        share: a part of the cell's number, known only once all layers are: handed out by `shares`.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Column:
     unit: str
     direction: Direction
     meaning: str
+    share: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Metric:
         name: the metric's word, also the prefix of its stored tensors.
         version: raised whenever stored values change their meaning; results of different
             versions are not compared.
-        columns: of head and layer level, each stored by `partial` under its name; of cell level,
-            each handed out by `combine`.
+        columns: of head and layer level, each stored by `partial` under its name (shares: handed out by
+            `shares`); of cell level, each handed out by `combine`.
     """
 
     name: ClassVar[str]
@@ -65,6 +67,14 @@ class Metric:
         """The cell columns of one sequence from the partials of its layers; None is undefined."""
         return {}
 
+    def shares(self, partials: Sequence[dict[str, Tensor]]) -> dict[str, list[Tensor]]:
+        """Share columns of one sequence: name -> per layer [H], NaN where undefined. A layer's is their sum."""
+        return {}
+
+    def average(self, cells: Sequence[dict[str, Number]]) -> dict[str, Number]:
+        """The cell columns of several sequences from what `combine` said of each: means, counts summed."""
+        return mean_over_sequences(cells)
+
 
 def nullable(values: Tensor) -> list[Number]:
     """A tensor [n] (or of one element) as numbers that JSON can say: NaN becomes None, counts stay whole."""
@@ -78,9 +88,15 @@ def mean_of_defined(values: Tensor) -> float | None:
 
 
 def mean_over_sequences(cells: Sequence[dict[str, Number]]) -> dict[str, Number]:
-    """The unweighted mean of each cell column over sequences, those where it is undefined left out."""
+    """The unweighted mean of each cell column over sequences, those where it is undefined left out.
+
+    Whole numbers are counts and are summed.
+    """
     means: dict[str, Number] = {}
     for name in dict.fromkeys(name for cell in cells for name in cell):
         known = [value for cell in cells if (value := cell.get(name)) is not None]
-        means[name] = math.fsum(known) / len(known) if known else None
+        if known and all(isinstance(value, int) for value in known):
+            means[name] = sum(known)
+        else:
+            means[name] = math.fsum(known) / len(known) if known else None
     return means

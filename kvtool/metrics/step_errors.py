@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvtool.errors import KvtoolError
 from kvtool.kernels.retained_attention.reference import CellBlock, retained_attention
-from kvtool.layer import Layer
+from kvtool.layer import Gradients, Layer
 from kvtool.retained import RetainedSet
 
 Evaluate = Literal["live", "pool"]
@@ -33,6 +33,11 @@ class StepErrors:
             biases left out; None without an output projection.
         future_mass: [Hk, T] attention that each row gets from the evaluated steps, weights over all
             visible tokens, summed over the group's query heads; None where it was not computed.
+        gradient_dot: [S, H, n] g·delta per draw, delta = f_R - f_V = -e and g the gradient of the drawn
+            log-probabilities; in the layer's compute dtype. NaN at steps without a gradient; None where the
+            layer has none, or where steps do not see their live set.
+        gradients: how they were drawn; None where `gradient_dot` is.
+        drawn_steps: how many of the steps had their next token drawn.
     """
 
     steps: Tensor
@@ -44,6 +49,9 @@ class StepErrors:
     layer_squared_error: Tensor | None = None
     layer_squared_output: Tensor | None = None
     future_mass: Tensor | None = None
+    gradient_dot: Tensor | None = None
+    gradients: Gradients | None = None
+    drawn_steps: int = 0
 
 
 def evaluate_layer(
@@ -63,6 +71,8 @@ def evaluate_layer(
         mode: `live`, every step sees its live set, new tokens included; `pool`, every step sees the
             candidates of the one event, all of them, and nothing else.
         future_mass: [Hk, T] as in `StepErrors`.
+
+    Gradients belong to what the model saw, so `pool` has no `gradient_dot`.
 
     Raises:
         KvtoolError: `trace-lacks` for a step without a query, `not-finite` for NaN in the trace,
@@ -90,9 +100,45 @@ def evaluate_layer(
         sink_logits=geometry.sink_logits,
         block=block,
     )
-    return measure(
-        blocks, steps, len(retained), projection=layer.output_projection, future_mass=future_mass, layer=geometry.layer
+    gradients, rows_of_steps, drawn = _gradients(layer, steps) if mode == "live" else (None, None, 0)
+    found_errors = measure(
+        blocks,
+        steps,
+        len(retained),
+        projection=layer.output_projection,
+        future_mass=future_mass,
+        layer=geometry.layer,
+        output_gradients=gradients,
+        gradient_rows=rows_of_steps,
     )
+    if gradients is None:
+        return found_errors
+    return [replace(errors, gradients=layer.gradients, drawn_steps=drawn) for errors in found_errors]
+
+
+def _gradients(layer: Layer, steps: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+    """The layer's gradients [S, H, Tg, Dv], which of them belongs to each step [n] (-1: none), and how many
+    of the steps had their next token drawn.
+
+    Raises:
+        KvtoolError: code `not-finite`.
+    """
+    known, gradients = layer.gradient_steps, layer.output_gradients
+    if layer.gradients is None or known is None or gradients is None:
+        return None, None, 0
+    at = torch.searchsorted(known, steps).clamp_max(known.numel() - 1)
+    at = torch.where(known[at] == steps, at, -1)
+    if not bool((at >= 0).any()):
+        return None, None, 0
+    if not bool(torch.isfinite(gradients).all()):
+        raise KvtoolError(
+            "not-finite",
+            f"a gradient of layer {layer.geometry.layer} is NaN or infinite",
+            "kvtool inspect --verify names damaged files",
+        )
+    low, high = layer.gradients.targets
+    earlier = (known >= low) & (known < high) & (known < steps[0])  # drawn before the event
+    return gradients, at, layer.gradients.steps - int(earlier.sum())
 
 
 def _pool(retained: list[RetainedSet]) -> Tensor:
@@ -116,6 +162,8 @@ def measure(
     projection: Tensor | None = None,
     future_mass: Tensor | None = None,
     layer: int | None = None,
+    output_gradients: Tensor | None = None,
+    gradient_rows: Tensor | None = None,
 ) -> list[StepErrors]:
     """Collect the kernel's blocks of one layer into one StepErrors per cell. Sums are float64.
 
@@ -124,6 +172,8 @@ def measure(
         steps: [n].
         projection: [H, Dv, M] output projection without bias, or None.
         layer: its id, for the message.
+        output_gradients: [S, H, Tg, Dv], finite, or None.
+        gradient_rows: [n] which of the Tg belongs to each step, -1 where none does.
 
     Raises:
         KvtoolError: code `not-finite` where attention over all visible tokens is NaN or infinite.
@@ -131,11 +181,13 @@ def measure(
     count = int(steps.numel())
     collected: list[StepErrors | None] = [None] * cells
     rows: slice | None = None
-    squared_full, projected_full = torch.empty(0), None
+    squared_full, projected_full, slopes = torch.empty(0), None, None
     for block in blocks:
         if block.rows != rows:
             rows, squared_full = block.rows, block.full.to(torch.float64).square().sum(-1)  # [H, b]
             projected_full = None if projection is None else _project(block.full, projection)
+            if output_gradients is not None and gradient_rows is not None:
+                slopes = _slopes(output_gradients, gradient_rows[rows])  # [H, b, S, Dv]
             if not bool(torch.isfinite(squared_full).all()):
                 where = "" if layer is None else f" in layer {layer}"
                 raise KvtoolError(
@@ -145,7 +197,8 @@ def measure(
                 )
         into = collected[block.cell]
         if into is None:
-            into = collected[block.cell] = _blank(steps, int(block.full.shape[0]), count, projection, future_mass)
+            into = _blank(steps, int(block.full.shape[0]), count, projection, future_mass, output_gradients)
+            collected[block.cell] = into
         error, output = block.error.to(torch.float64), block.retained.to(torch.float64)
         into.squared_error[:, rows] = error.square().sum(-1)
         into.squared_output[:, rows] = squared_full
@@ -156,13 +209,28 @@ def measure(
             assert projection is not None
             into.layer_squared_error[rows] = _project(block.error, projection)
             into.layer_squared_output[rows] = projected_full
+        if into.gradient_dot is not None and slopes is not None:
+            into.gradient_dot[:, :, rows] = -(slopes @ error[..., None])[..., 0].permute(2, 0, 1).to(block.full.dtype)
     done = [cell for cell in collected if cell is not None]
     if len(done) != cells:
         raise AssertionError(f"blocks of {len(done)} cells, expected {cells}")
     return done
 
 
-def _blank(steps: Tensor, heads: int, count: int, projection: Tensor | None, future_mass: Tensor | None) -> StepErrors:
+def _slopes(output_gradients: Tensor, rows: Tensor) -> Tensor:
+    """Gradients of a block's steps in float64 [H, b, S, Dv], NaN where `rows` [b] is -1."""
+    found = output_gradients[:, :, rows.clamp_min(0)].to(torch.float64)
+    return torch.where((rows >= 0)[:, None], found, float("nan")).permute(1, 2, 0, 3)
+
+
+def _blank(
+    steps: Tensor,
+    heads: int,
+    count: int,
+    projection: Tensor | None,
+    future_mass: Tensor | None,
+    output_gradients: Tensor | None,
+) -> StepErrors:
     """Everything NaN, so that a step that was forgotten shows."""
 
     def nothing(*shape: int) -> Tensor:
@@ -170,7 +238,10 @@ def _blank(steps: Tensor, heads: int, count: int, projection: Tensor | None, fut
 
     error, output, mass, gap, cosine = (nothing(heads, count) for _ in range(5))
     layer_error, layer_output = (None if projection is None else nothing(count) for _ in range(2))
-    return StepErrors(steps, error, output, mass, gap, cosine, layer_error, layer_output, future_mass)
+    dot = None
+    if output_gradients is not None:
+        dot = torch.full((output_gradients.shape[0], heads, count), float("nan"), dtype=output_gradients.dtype)
+    return StepErrors(steps, error, output, mass, gap, cosine, layer_error, layer_output, future_mass, dot)
 
 
 def _project(vectors: Tensor, projection: Tensor) -> Tensor:

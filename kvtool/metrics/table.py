@@ -13,6 +13,7 @@ BUILT_IN: dict[str, str] = {
     "cosine_distance": "kvtool.metrics.attention_change:CosineDistance",
     "evicted_mass": "kvtool.metrics.attention_change:EvictedMass",
     "direction_gap": "kvtool.metrics.attention_change:DirectionGap",
+    "predicted_kl": "kvtool.metrics.predicted_kl:PredictedKL",
     "mass_regret": "kvtool.metrics.mass_regret:MassRegret",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -12,6 +13,7 @@ import torch
 from kvtool.budget import Budget
 from kvtool.errors import KvtoolError
 from kvtool.manifest import parameters, source_digest
+from kvtool.metrics.predicted_kl import WINDOW
 from kvtool.policies import BUILT_IN, Policy, Protection, policy_from_text
 from kvtool.registry import did_you_mean, spell
 from kvtool.schedule import PromptEnd
@@ -52,6 +54,8 @@ class Plan:
         policies: (label, policy), each once, controls included.
         budgets: each once, in the order asked.
         protection: the run's own sinks and window, the same for every policy.
+        kl_windows: steps in further windows of `predicted_kl`.
+        token_shares: whether the predicted KL is told apart by evicted token.
     """
 
     policies: list[tuple[str, Policy]]
@@ -60,6 +64,8 @@ class Plan:
     protection: Protection = field(default_factory=lambda: Protection(4, 32))
     evaluate: Evaluate = "live"
     precision: str = "float32"
+    kl_windows: tuple[int, ...] = ()
+    token_shares: bool = False
 
     @property
     def cells(self) -> list[Cell]:
@@ -94,6 +100,7 @@ class Plan:
             "window": self.protection.window,
             "evaluate": self.evaluate,
             "precision": self.precision,
+            "kl_windows": [1, WINDOW, *self.kl_windows],
             "loop": "open: queries come from the full-cache run; errors do not reach later layers or steps",
         }
 
@@ -108,6 +115,8 @@ def make_plan(
     window: int = 32,
     evaluate: str = "live",
     precision: str = "float32",
+    kl_windows: Iterable[int] = (),
+    token_shares: bool = False,
     controls: bool = True,
 ) -> Plan:
     """Check every choice and add the controls `full` and `random`.
@@ -123,6 +132,9 @@ def make_plan(
         raise KvtoolError("usage", f"--evaluate {evaluate} is unknown", did_you_mean(evaluate, ["live", "pool"]))
     if precision not in DTYPES:
         raise KvtoolError("usage", f"--precision {precision} is unknown", did_you_mean(precision, list(DTYPES)))
+    further = tuple(dict.fromkeys(width for width in kl_windows if width not in (1, WINDOW)))
+    if any(width < 1 for width in further):
+        raise KvtoolError("usage", f"--kl-window {min(further)} holds no step", "give a number of steps, such as 8")
     sizes = [Budget.from_ratio(r) for r in ratios] or [Budget.from_tokens(b) for b in budgets]
     sizes = sizes or [Budget.from_ratio(r) for r in ("0.5", "0.75", "0.9")]
     words: list[str] = []
@@ -139,4 +151,6 @@ def make_plan(
         protection=Protection(sinks, window),
         evaluate=evaluate,  # type: ignore[arg-type]
         precision=precision,
+        kl_windows=further,
+        token_shares=token_shares,
     )

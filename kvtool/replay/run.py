@@ -6,20 +6,18 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from fractions import Fraction
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 from kvtool.errors import KvtoolError
-from kvtool.manifest import digest, environment, versions
-from kvtool.metrics import built_in_metrics
-from kvtool.replay.notes import sentences
-from kvtool.replay.parts import Part, Partials, Store
+from kvtool.manifest import digest, versions
+from kvtool.replay.attribution import attribute
+from kvtool.replay.coverage import Coverage, coverage
+from kvtool.replay.gather import Work, by_sequence, gather
+from kvtool.replay.parts import Part, Store
 from kvtool.replay.plan import Plan, make_plan
 from kvtool.replay.unit import METRICS, run_unit
 from kvtool.replay.work import servable, work_of
-from kvtool.result import COUNTS, Result, concatenate, table_of
-from kvtool.trace import Sequence, Trace, open_trace
-from kvtool.words import spans
+from kvtool.result import Result
+from kvtool.trace import Trace, open_trace
 
 Progress = Callable[[int, int, str], None]
 
@@ -37,6 +35,8 @@ def replay(
     sequences: Iterable[int] | None = None,
     evaluate: str = "live",
     precision: str = "float32",
+    kl_windows: Iterable[int] = (),
+    token_shares: bool = False,
     device: str = "auto",
     output: str | Path | None = None,
     force: bool = False,
@@ -53,6 +53,8 @@ def replay(
         evict_at: step of the event; None is the end of each prompt.
         sinks, window: protected first and newest tokens, the same for every policy.
         layers, sequences: ids to replay; None is all.
+        kl_windows: steps in further windows of `predicted_kl`, besides 1 and 32.
+        token_shares: also tell the predicted KL apart by evicted token, in a second pass (table `token_shares`).
 
     Raises:
         KvtoolError: bad input of any kind, before anything is written.
@@ -68,16 +70,19 @@ def replay(
         window=window,
         evaluate=evaluate,
         precision=precision,
+        kl_windows=kl_windows,
+        token_shares=token_shares,
     )
     store = Store(Path(output), force) if output is not None else None
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     work = work_of(opened, plan, layers, sequences)
     plan, warnings = servable(plan, work, optional="all" in policies)
+    covered = _covered(opened, plan, work)
     if store is None:
-        return _gather(opened, plan, work, _run(opened, plan, work, None, progress), warnings)
+        return _measure(opened, plan, work, None, progress, warnings, covered)
     store.open()
     try:
-        result = _gather(opened, plan, work, _run(opened, plan, work, store, progress), warnings)
+        result = _measure(opened, plan, work, store, progress, warnings, covered)
         result.save(store.output)
     except BaseException:
         store.close(finished=False)
@@ -86,10 +91,40 @@ def replay(
     return result
 
 
-def _run(
-    trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]], store: Store | None, progress: Progress | None
-) -> list[tuple[int, Part]]:
-    """(sequence index, part) of every unit, taken from the store where it was finished before."""
+def _covered(trace: Trace, plan: Plan, work: Work) -> dict[int, Coverage]:
+    """Sequence index -> what its gradients speak of.
+
+    Raises:
+        KvtoolError: `trace-lacks` where shares by token were asked for and no sequence has gradients that serve.
+    """
+    found = {}
+    for index, places in by_sequence(work).items():
+        sequence, _, step = work[places[0]]
+        found[index] = coverage(trace, sequence, plan, [work[place][1] for place in places], step)
+    reasons = [one.missing for one in found.values()]
+    if plan.token_shares and all(reasons):
+        raise KvtoolError("trace-lacks", f"--token-shares has nothing to share out: {reasons[0]}")
+    return found
+
+
+def _measure(
+    trace: Trace,
+    plan: Plan,
+    work: Work,
+    store: Store | None,
+    progress: Progress | None,
+    warnings: list[str],
+    covered: dict[int, Coverage],
+) -> Result:
+    parts = _run(trace, plan, work, store, progress)
+    result = gather(trace, plan, work, parts, warnings, covered)
+    if plan.token_shares:
+        result.tables["token_shares"] = attribute(plan, work, parts, progress)
+    return result
+
+
+def _run(trace: Trace, plan: Plan, work: Work, store: Store | None, progress: Progress | None) -> list[Part]:
+    """The part of every unit, taken from the store where it was finished before."""
     common = {"trace": trace.digest, "plan": plan.describe(), "metrics": METRICS, **versions("torch")}
     parts = []
     for done, (sequence, layer_id, step) in enumerate(work):
@@ -101,67 +136,5 @@ def _run(
             part = run_unit(sequence, layer_id, plan, step)
             if store:
                 store.save(name, key, part)
-        parts.append((sequence.index, part))
+        parts.append(part)
     return parts
-
-
-def _gather(
-    trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]], parts: list[tuple[int, Part]], warnings: list[str]
-) -> Result:
-    """The whole result from all parts."""
-    evicting = sum(not policy.keeps_all for _, policy in plan.policies)
-    warnings = warnings + sentences([note for _, part in parts for note in part.notes], evicting, len(work))
-    tables = {
-        name: concatenate(
-            [table_of(name, p.tables[name]) if isinstance(p.tables[name], list) else p.tables[name] for _, p in parts]
-        )
-        for name in ("layers", "rows", "ages", "evict_steps")
-    }
-    tables["cells"] = table_of("cells", _cells(plan, parts))
-    layer_ids = sorted({layer_id for _, layer_id, _ in work})
-    indices = sorted({s.index for s, _, _ in work})
-    manifest = {
-        "trace": {"path": str(trace.path), "digest": trace.digest},
-        "model": trace.manifest["model"].get("name", "unnamed model"),
-        "capture": trace.manifest.get("capture"),
-        "sequences": {
-            "count": len(indices),
-            "indices": indices,
-            "prompt_lengths": [s.prompt_length for s in trace.sequences if s.index in indices],
-            "lengths": [s.length for s in trace.sequences if s.index in indices],
-        },
-        "layers": {"ids": layer_ids, "text": spans(layer_ids)},
-        "replay": plan.describe(),
-        "metrics": METRICS,
-        "device": "cpu",
-        "kernels": "reference (torch)",
-        "environment": environment("pyarrow", "zarr"),
-    }
-    return Result(manifest, tables, warnings)
-
-
-def _cells(plan: Plan, parts: list[tuple[int, Part]]) -> list[dict[str, Any]]:
-    """One entry per cell and sequence, and one with `sequence` null: the mean over sequences."""
-    entries = []
-    for index, cell in enumerate(plan.cells):
-        key = {**cell.key(plan), "event": None}
-        per_sequence: list[dict[str, Any]] = []
-        for sequence in dict.fromkeys(number for number, _ in parts):
-            mine = [part for number, part in parts if number == sequence]
-            partials: Partials = [part.partials[index] for part in mine]
-            values: dict[str, Any] = {}
-            for name, metric in built_in_metrics().items():
-                values.update(metric.combine([partial[name] for partial in partials]))
-            counted = [partial["counts"] for partial in partials]
-            values["achieved"] = fmean(float(c["achieved"]) for c in counted)
-            values["candidates"] = fmean(float(c["candidates"]) for c in counted)
-            values["ties"] = sum(int(c["ties"]) for c in counted)
-            per_sequence.append({"sequence": sequence, **key, "oracle": cell.policy.oracle, **values})
-        mean = dict(per_sequence[0], sequence=None)
-        for column in mean:
-            if column in key or column in ("sequence", "oracle"):
-                continue
-            known = [entry[column] for entry in per_sequence if entry[column] is not None]
-            mean[column] = sum(known) if column in COUNTS else (fmean(known) if known else None)
-        entries += [*per_sequence, mean]
-    return entries

@@ -35,10 +35,12 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int) -> Part:
         key = {"sequence": sequence.index, **cell.key(plan), "achieved": kept, "event": None, "layer": layer_id}
         partial = {name: metric.partial(found, layer.geometry, retained) for name, metric in built_in_metrics().items()}
         heads, alone = _columns(partial)
+        block = None if found.gradients is None else found.gradients.block
+        heads |= {"predicted_kl_block": [block] * layer.geometry.query_heads}
         heads |= {"rho": [None] * layer.geometry.query_heads}  # one schema, whichever policies ran
         heads |= {name: nullable(values) for name, values in event.diagnostics.items()}
         counted = {"candidates": count, "ties": int(event.ties.sum())}
-        tables["layers"].append({**key, **alone, **counted})
+        tables["layers"].append({**key, **alone, "predicted_kl_block": block, **counted})
         tables["rows"] += _rows(key, layer, heads)
         tables["ages"] += _ages(key, retained, layer, plan)
         tables["evict_steps"] += _evict_steps(key, retained)
@@ -81,11 +83,13 @@ def _future_mass(layer: Layer, steps: Tensor) -> Tensor:
 
 
 def _columns(partial: dict[str, dict[str, Tensor]]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """Head columns [H] and layer columns of all metrics, NaN as None."""
+    """Head columns [H] and layer columns of all metrics, NaN as None; shares come once all layers are there."""
     heads: dict[str, list[Any]] = {}
     alone: dict[str, Any] = {}
     for name, metric in built_in_metrics().items():
         for column in metric.columns:
+            if column.share:
+                continue
             if column.level == "head":
                 heads[column.name] = nullable(partial[name][column.name])
             elif column.level == "layer":

@@ -236,19 +236,21 @@ def test_mass_regret_is_null_where_it_means_nothing(why: str) -> None:
 
 def test_every_column_is_filled_by_the_metric_that_names_it_and_by_no_other() -> None:
     errors = make_errors()
-    seen: list[str] = []
+    seen: list[tuple[str, str]] = []
     for metric in built_in_metrics().values():
         stored = metric.partial(errors, GEOMETRY, ALL)
         handed_out = metric.combine([stored, stored])
         for column in metric.columns:
-            seen.append(column.name)
+            seen.append((column.level, column.name))
             if column.level == "cell":
                 assert column.name in handed_out
+            elif column.share:
+                assert [heads.numel() for heads in metric.shares([stored, stored])[column.name]] == [4, 4]
             else:
                 assert stored[column.name].numel() == (4 if column.level == "head" else 1), column.name
         assert set(handed_out) == {c.name for c in metric.columns if c.level == "cell"}
     assert len(seen) == len(set(seen))
-    assert seen == [column.name for column in columns()]
+    assert seen == [(column.level, column.name) for column in columns()]
 
 
 def test_nothing_handed_out_is_nan() -> None:
