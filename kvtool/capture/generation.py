@@ -78,9 +78,19 @@ class Feed:
         """Run `tokens`; returns the logits [n, V] behind every one of them."""
         return torch.cat(list(self._forwards(tokens, None)))
 
+    @torch.enable_grad()
+    def graph(self, tokens: list[int], keep: int) -> Tensor:
+        """Run `tokens` in one forward whose graph is kept, the cache's new rows included.
+
+        Returns:
+            The last `keep` logits [keep, V], to differentiate.
+        """
+        return self._forward(tokens, keep)
+
     def fork(self, around: Callable[[int], AbstractContextManager[None]] | None = None) -> Feed:
-        """The same sequence up to here with a cache of its own, `around` its further forwards."""
+        """The same sequence up to here with a cache of its own and `around` its forwards; it reports no progress."""
         other = copy.copy(self)
+        other._progress = lambda n: None
         other._cache = copy.deepcopy(self._cache)
         other._around = around or (lambda n: nullcontext())
         return other
@@ -91,28 +101,31 @@ class Feed:
         step = self._chunk or len(tokens)
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
-            cache = {} if self._cache is None or self._cache_name is None else {self._cache_name: self._cache}
-            options = dict(self._options)
-            if "logits_to_keep" in options and keep is None:
-                options["logits_to_keep"] = len(part)
-            with self._around(len(part)):
-                output = self._model(input_ids=torch.tensor([part]), **cache, **options)
-            self._cache = output.get("cache", output.get("past_key_values"))
-            self.length += len(part)
-            self._progress(len(part))
-            yield output.logits[0, -(keep or len(part)) :]
+            yield self._forward(part, keep or len(part))
+
+    def _forward(self, tokens: list[int], keep: int) -> Tensor:
+        cache = {} if self._cache is None or self._cache_name is None else {self._cache_name: self._cache}
+        options = dict(self._options)
+        if "logits_to_keep" in options:
+            options["logits_to_keep"] = keep
+        with self._around(len(tokens)):
+            output = self._model(input_ids=torch.tensor([tokens]), **cache, **options)
+        self._cache = output.get("cache", output.get("past_key_values"))
+        self.length += len(tokens)
+        self._progress(len(tokens))
+        logits: Tensor = output.logits[0, -keep:]
+        return logits
 
 
 def generate(
-    feed: Feed, prompt: list[int], new_tokens: int, stop: frozenset[int], decoding: Decoding, seed: int
+    feed: Feed, logits: Tensor, new_tokens: int, stop: frozenset[int], decoding: Decoding, seed: int
 ) -> Iterator[int]:
-    """Feed the prompt, then yield each new token once its keys and values are computed.
+    """Yield each new token once its keys and values are computed; `logits` [V] are those behind the prompt.
 
     The last token is fed like the others and its logits discarded, so that every yielded token
     is in the cache. A token of `stop` is fed, yielded and ends the run.
     """
     generator = torch.Generator().manual_seed(seed)
-    logits = feed.push(prompt)
     for _ in range(new_tokens):
         token = decoding.pick(logits, generator)
         logits = feed.push([token])

@@ -64,6 +64,15 @@ class Hider(Observer, Protocol):
         ...
 
 
+@runtime_checkable
+class Shifter(Observer, Protocol):
+    """An observer that also adds to attention outputs: a zero to differentiate by, say."""
+
+    def shifted(self, layer: int, output: Tensor) -> Tensor:
+        """What the model goes on with in place of `output` [1, n, H, Dv]."""
+        ...
+
+
 _observer: Observer | None = None
 _delegate: str = ""
 
@@ -108,6 +117,8 @@ def _attention(
     if isinstance(_observer, Hider):
         mask = _without(_observer.hidden(layer, query.shape[2], key.shape[2]), mask, query.dtype)
     result = run(module, query, key, value, mask, *args, **kwargs)
+    if isinstance(_observer, Shifter):
+        result = (_observer.shifted(layer, result[0]), *result[1:])
     extras = dict(kwargs)
     scale = extras.pop("scaling", None)
     _observer.see(

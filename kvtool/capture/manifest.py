@@ -43,6 +43,7 @@ def capture_manifest(request: Request, loaded: Loaded, argv: list[str] | None) -
         "chunk": request.chunk,
         "generation": generation_settings(request),
         "seed": request.seed,
+        "gradients": request.gradients,
         "device": "cpu",
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtool.capture.gradient_plan import GradientPlan, parse_at, parse_targets
 from kvtool.errors import KvtoolError
 from kvtool.words import parse_ids
 
@@ -18,6 +19,7 @@ DTYPES = {
     "fp16": "float16",
 }
 DEFAULT_NEW_TOKENS = 64
+_GRADIENTS = ("gradients", "gradient_block")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,10 @@ class Request:
     queries: str = "all"
     dtype: str | None = None
     output_projection: bool = True
+    gradients: int | None = None
+    gradients_at: str | None = None
+    gradient_targets: str | None = None
+    gradient_block: int | None = None
     max_memory: str | int | None = None
     online: bool = False
     force: bool = False
@@ -104,6 +110,14 @@ class Request:
     @property
     def query_selection(self) -> QuerySelection:
         return parse_queries(self.queries)
+
+    @property
+    def gradient_plan(self) -> GradientPlan | None:
+        """What gradients are drawn, None without --gradients."""
+        if self.gradients is None:
+            return None
+        targets = None if self.gradient_targets is None else parse_targets(self.gradient_targets)
+        return GradientPlan(self.gradients, parse_at(self.gradients_at), targets, self.gradient_block, self.seed)
 
     @property
     def text_files(self) -> tuple[Path, ...]:
@@ -181,9 +195,24 @@ class Request:
             raise KvtoolError("usage", f"--top-p {self.top_p} is not above 0 and at most 1")
         if self.temperature is not None and not 0 <= self.temperature < float("inf"):
             raise KvtoolError("usage", f"--temperature {self.temperature} is not a number from 0 up")
-        for name in ("prompt_tokens", "eval_tokens", "max_new_tokens", "chunk", "threads", "top_k"):
+        for name in ("prompt_tokens", "eval_tokens", "max_new_tokens", "chunk", "threads", "top_k", *_GRADIENTS):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise KvtoolError("usage", f"--{name.replace('_', '-')} {value} is not at least 1")
+        self._check_gradients()
         if self.seed < 0:
             raise KvtoolError("usage", f"--seed {self.seed} is negative")
+
+    def _check_gradients(self) -> None:
+        plan = self.gradient_plan
+        for name in ("gradients_at", "gradient_targets", "gradient_block"):
+            if plan is None and getattr(self, name) is not None:
+                raise KvtoolError(
+                    "usage",
+                    f"--{name.replace('_', '-')} says how gradients are drawn, but none are",
+                    "add --gradients 4",
+                )
+        if plan is not None and self.text_file is not None:
+            assert self.prompt_tokens is not None
+            assert self.eval_tokens is not None
+            plan.drawn(self.prompt_tokens, self.prompt_tokens + self.eval_tokens)

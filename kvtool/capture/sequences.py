@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvtool.capture.generation import Decoding, Feed, generate
+from kvtool.capture.gradients import draw_gradients
 from kvtool.capture.hook import observed
 from kvtool.capture.inputs import Input
 from kvtool.capture.loading import Loaded
@@ -33,7 +34,10 @@ def write_sequences(
 ) -> list[SequenceOutcome]:
     """Run every input in turn; the trace is published when all are whole and `check` accepts it."""
     assert request.output is not None
+    plan = request.gradient_plan
     total = sum(item.most_tokens for item in ready.inputs)
+    if plan is not None:
+        total += sum(plan.work(len(item.prompt), item.most_tokens) for item in ready.inputs)
     done, outcomes = 0, []
     with TraceWriter(
         request.output,
@@ -59,7 +63,7 @@ def write_sequences(
                 progress("capturing", done, total)
 
             rotary.restore()
-            outcomes.append(_sequence(request, ready, loaded.model, probed, writer, item, count))
+            outcomes.append(_sequence(request, ready, loaded.model, probed, writer, item, count, rotary))
     return outcomes
 
 
@@ -71,6 +75,7 @@ def _sequence(
     writer: TraceWriter,
     item: Input,
     count: Callable[[int], None],
+    rotary: RotaryState,
 ) -> SequenceOutcome:
     """Run one input and write its sequence."""
     prompt = list(item.prompt)
@@ -82,24 +87,34 @@ def _sequence(
     recorder = Recorder(model, probed, len(prompt), request.query_selection, known, sink)
     feed = Feed(model, chunk=request.chunk, around=recorder.forward, progress=count)
     stop = stop_tokens(model) | ready.tokenization.stop_tokens
+    plan = request.gradient_plan
     with observed(model, recorder), recorder.watching():
+        logits = feed.push(prompt)
+        # Layers with a window forget the prompt while they go on.
+        primed = feed.fork() if plan is not None and plan.at == "continuation" else None
         if item.new_tokens:
             decoding = Decoding(request.temperature or 0.0, request.top_k, request.top_p)
             seed = sequence_seed(request.seed, prompt)
-            after = list(generate(feed, prompt, item.new_tokens, stop, decoding, seed))
+            after = list(generate(feed, logits, item.new_tokens, stop, decoding, seed))
         else:
-            feed.push(prompt)
             after = list(item.forced)
             feed.push(after)
     tokens = prompt + after
     pieces = ready.tokenization.pieces(tokens)
     geometries = recorder.finish()
+    samples = recorder.samples()
+    gradients: dict[str, Any] = {}
+    if plan is not None:
+        rotary.restore()
+        drawn = draw_gradients(model, primed or Feed(model), plan, tokens, len(prompt), geometries, samples, count)
+        gradients = {"gradients": drawn.how, "gradient_steps": drawn.steps, "output_gradients": drawn.arrays}
     sink.finish(
         tokens=torch.tensor(tokens),
         positions=torch.arange(len(tokens)),
         text=pieces,
-        output_samples=recorder.samples(),
+        output_samples=samples,
         geometries=geometries,
+        **gradients,
     )
     return SequenceOutcome(
         name=item.name,

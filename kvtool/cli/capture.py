@@ -44,7 +44,7 @@ def command(
     top_p: float | None = typer.Option(
         None, min=0.0, max=1.0, help="Sample from the smallest set with this probability.", rich_help_panel=_RUN
     ),
-    seed: int = typer.Option(0, min=0, help="Seed of sampling.", rich_help_panel=_RUN),
+    seed: int = typer.Option(0, min=0, help="Seed of sampling and of gradients' draws.", rich_help_panel=_RUN),
     chunk: int | None = typer.Option(None, min=1, help="Feed at most N tokens per forward.", rich_help_panel=_RUN),
     model_dtype: str | None = typer.Option(
         None,
@@ -57,6 +57,18 @@ def command(
     dtype: str | None = typer.Option(None, help="Stored dtype; the run's.", rich_help_panel=_STORE),
     output_projection: bool = typer.Option(
         True, "--output-projection/--no-output-projection", help="Store the output projection.", rich_help_panel=_STORE
+    ),
+    gradients: int | None = typer.Option(
+        None, min=1, help="Store gradients of S draws of next tokens: what predicted_kl needs.", rich_help_panel=_STORE
+    ),
+    gradients_at: str | None = typer.Option(
+        None, help="Steps with gradients: continuation (the default), prompt or all.", rich_help_panel=_STORE
+    ),
+    gradient_targets: str | None = typer.Option(
+        None, help="Draw only behind steps LO:HI, half open; step t predicts row t+1.", rich_help_panel=_STORE
+    ),
+    gradient_block: int | None = typer.Option(
+        None, min=1, help="Cut gradients at every N steps; one block.", rich_help_panel=_STORE
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Say tokens, disk and memory; run nothing."),
     max_memory: str | None = typer.Option(
@@ -94,6 +106,10 @@ def command(
         queries=queries,
         dtype=dtype,
         output_projection=output_projection,
+        gradients=gradients,
+        gradients_at=gradients_at,
+        gradient_targets=gradient_targets,
+        gradient_block=gradient_block,
         max_memory=max_memory,
         online=online,
         force=force,

@@ -1,0 +1,216 @@
+"""Gradients: how the model's own next-token log-probabilities depend on every attention output of the evaluated steps.
+
+A zero is added to the output of each layer's attention function, tokens are drawn from the model's
+own distribution behind every target step, and the sum of their log-probabilities is differentiated
+by the zeros: once a draw. Parameters and the cache before a block are constant; keys and values
+that the block's own steps write are part of the graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtool.capture.generation import Feed
+from kvtool.capture.gradient_plan import GradientPlan
+from kvtool.capture.hook import AttentionCall, observed
+from kvtool.errors import KvtoolError
+from kvtool.layer import Geometry, Gradients
+
+# How far one forward over a block may be from the run itself, whose forwards were of other lengths
+# (relative L2 of attention's output): rounding of each dtype, grown through the layers.
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Gradients of one sequence.
+
+    Attributes:
+        how: see kvtool.layer.Gradients.
+        steps: [Tg] their rows, ascending.
+        arrays: layer -> [S, H, Tg, Dv] in the run's dtype.
+    """
+
+    how: Gradients
+    steps: Tensor
+    arrays: dict[int, Tensor]
+
+
+class _Zeros:
+    """Observer that adds a zero with a gradient to every attention output of the given layers."""
+
+    def __init__(self, layers: Mapping[int, Geometry]) -> None:
+        self.added: dict[int, list[Tensor]] = {layer: [] for layer in layers}  # each [1, n, H, Dv]
+        self.outputs: dict[int, list[Tensor]] = {layer: [] for layer in layers}  # each [n, H, Dv]
+
+    def wants(self, layer: int) -> bool:
+        return layer in self.added
+
+    def shifted(self, layer: int, output: Tensor) -> Tensor:
+        zero = torch.zeros_like(output, requires_grad=True)
+        self.added[layer].append(zero)
+        return output + zero
+
+    def see(self, call: AttentionCall) -> None:
+        self.outputs[call.layer].append(call.output.detach())
+
+
+def draw_gradients(
+    model: Any,
+    feed: Feed,
+    plan: GradientPlan,
+    tokens: list[int],
+    prompt_length: int,
+    geometries: Mapping[int, Geometry],
+    samples: Mapping[int, Tensor],
+    progress: Callable[[int], None] | None = None,
+) -> Drawn:
+    """Draw next tokens and differentiate their log-probabilities by the attention outputs of the evaluated steps.
+
+    Args:
+        model: causal language model in evaluation mode, parameters without gradients.
+        feed: its cache just before the first evaluated step; used up.
+        tokens: the whole sequence's.
+        geometries: the layers to differentiate by.
+        samples: layer -> [H, n, Dv], attention output of the last n rows as the run itself gave them.
+        progress: called with the number of steps after each backward pass.
+
+    Raises:
+        KvtoolError: `usage`; `model-unsupported` for a model that cannot be differentiated, or whose
+            evaluated steps come out otherwise when they run as blocks.
+    """
+    steps, how = plan.evaluated(prompt_length, len(tokens)), plan.drawn(prompt_length, len(tokens))
+    uniforms = _uniforms(plan, tokens, len(steps))  # [S, Tg]
+    arrays: dict[int, Tensor] = {}
+    for start in range(steps.start, how.targets[1], how.block):
+        stop = min(start + how.block, steps.stop)
+        cuts = [start, *([prompt_length] if start < prompt_length < stop else []), stop]
+        rest = None if stop >= how.targets[1] else feed.fork()
+        if stop > how.targets[0]:
+            targets = range(max(start, how.targets[0]), min(stop, how.targets[1]))
+            drawn = uniforms[:, targets.start - steps.start : targets.stop - steps.start]
+            for layer, block in _block(model, feed, tokens, cuts, targets, drawn, geometries, samples).items():
+                if layer not in arrays:
+                    arrays[layer] = block.new_zeros(*block.shape[:2], len(steps), block.shape[3])
+                offset = start - steps.start
+                arrays[layer][:, :, offset : offset + block.shape[2]] = block
+        if progress is not None:
+            progress(how.draws * (stop - start))
+        if rest is not None:
+            for low, high in itertools.pairwise(cuts):
+                rest.push(tokens[low:high])
+            feed = rest
+    return Drawn(how, torch.arange(steps.start, steps.stop), arrays)
+
+
+def _block(
+    model: Any,
+    feed: Feed,
+    tokens: list[int],
+    cuts: list[int],
+    targets: range,
+    uniforms: Tensor,
+    geometries: Mapping[int, Geometry],
+    samples: Mapping[int, Tensor],
+) -> dict[int, Tensor]:
+    """Gradients [S, H, n, Dv] of one block's steps, by layer; steps behind its last target may be missing.
+
+    Args:
+        cuts: the block's first step, where its forwards meet, and the step behind its last.
+        targets: steps of the block whose next token is drawn.
+        uniforms: [S, targets] numbers in [0, 1) that decide the draws.
+    """
+    zeros = _Zeros(geometries)
+    parts: list[Tensor] = []
+    with observed(model, zeros):
+        for low, high in itertools.pairwise(cuts):
+            if low >= targets.stop:
+                break
+            first = min(max(low, targets.start), high)  # the part's first target, `high` if it has none
+            logits = feed.graph(tokens[low:high], max(high - first, 1))
+            parts.append(logits[: max(min(high, targets.stop) - first, 0)])
+    _hold_against_run(zeros, feed.length, len(tokens), samples)
+    logits = torch.cat(parts)  # [targets, V]
+    if not logits.requires_grad:
+        raise _not_differentiable(model, "its logits carry no gradient")
+    downhill, chosen = _distribution(logits, uniforms)
+    wanted = [zero for layer in geometries for zero in zeros.added[layer]]
+    found: dict[int, list[Tensor]] = {layer: [] for layer in geometries}
+    for draw, (picks, rises) in enumerate(chosen):
+        # d log p(y) / d logits = onehot(y) - p
+        slope = downhill.clone()
+        slope[torch.arange(len(picks)), picks] = rises
+        keep_graph = draw < len(chosen) - 1
+        try:
+            grads = torch.autograd.grad(logits, wanted, slope, retain_graph=keep_graph, allow_unused=True)
+        except RuntimeError as error:
+            raise _not_differentiable(model, " ".join(str(error).split())[:200]) from error
+        each = iter(grads)
+        for layer in geometries:
+            pieces = [(zero, next(each)) for zero in zeros.added[layer]]
+            if pieces[-1][1] is None:
+                raise _not_differentiable(model, f"nothing leads from layer {layer} to its logits")
+            # What an earlier forward's last layer gave leads nowhere where no token is drawn behind it.
+            whole = [torch.zeros_like(zero[0]) if piece is None else piece[0] for zero, piece in pieces]
+            found[layer].append(torch.cat(whole).transpose(0, 1))
+    return {layer: torch.stack(grads) for layer, grads in found.items()}
+
+
+def _distribution(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """-p [n, V], and per draw the tokens picked [n] and 1 - p of them [n].
+
+    The softmax is in float64; one number of `uniforms` [S, n] picks one token by the distribution function.
+    """
+    picks = torch.empty(uniforms.shape, dtype=torch.int64)
+    rises = torch.empty(uniforms.shape, dtype=torch.float64)
+    downhill = torch.empty_like(logits, requires_grad=False)
+    for row, values in enumerate(logits.detach()):
+        probabilities = values.to(torch.float64).softmax(-1)
+        reached = probabilities.cumsum(-1)
+        picked = torch.searchsorted(reached, uniforms[:, row] * reached[-1], right=True).clamp_max(len(reached) - 1)
+        picks[:, row], rises[:, row] = picked, 1 - probabilities[picked]
+        downhill[row] = -probabilities
+    return downhill, list(zip(picks, rises.to(logits.dtype), strict=True))
+
+
+def _uniforms(plan: GradientPlan, tokens: list[int], steps: int) -> Tensor:
+    """[S, steps] float64: a function of seed, sequence, draw and step; targets and blocks do not move it."""
+    drawn = []
+    for draw in range(plan.draws):
+        text = f"gradients:{plan.seed}:{draw}:{','.join(map(str, tokens))}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+        drawn.append(torch.rand(steps, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+    return torch.stack(drawn)
+
+
+def _hold_against_run(zeros: _Zeros, stop: int, tokens: int, samples: Mapping[int, Tensor]) -> None:
+    """The attention outputs of a block that ends at step `stop` are those of the run, up to rounding."""
+    for layer, sample in samples.items():
+        mine = torch.cat(zeros.outputs[layer]).transpose(0, 1)  # [H, n, Dv]
+        count = min(sample.shape[1] - (tokens - stop), mine.shape[1])
+        if count <= 0:
+            continue
+        theirs = sample[:, sample.shape[1] - (tokens - stop) - count : sample.shape[1] - (tokens - stop)].double()
+        error = float((mine[:, -count:].double() - theirs).norm() / theirs.norm().clamp_min(1e-30))
+        if not error <= _ROUNDING[mine.dtype]:
+            raise KvtoolError(
+                "model-unsupported",
+                f"the model computes other attention outputs when the evaluated steps run as blocks: those of layer "
+                f"{layer} are off by {error:.2g}",
+                "--gradient-block 1 repeats the steps of a generation one by one; or capture without --gradients",
+            )
+
+
+def _not_differentiable(model: Any, reason: str) -> KvtoolError:
+    return KvtoolError(
+        "model-unsupported",
+        f"{type(model).__name__} cannot be differentiated by its attention outputs: {reason}",
+        "capture without --gradients",
+    )
