@@ -44,7 +44,7 @@ def head_table(found: Mapping[str, Any]) -> Table:
 
 def sequence_table(found: Mapping[str, Any]) -> Table:
     """One row a sequence."""
-    table = _table("sequences", "sequence", "id", "tokens", "prompt", "after it", "layers", "on disk")
+    table = _table("sequences", "sequence", "id", "tokens", "prompt", "after it", "layers", "on disk", "gradients")
     for row in found["sequences"]:
         table.add_row(
             str(row["sequence"]),
@@ -54,8 +54,14 @@ def sequence_table(found: Mapping[str, Any]) -> Table:
             str(row["tokens"] - row["prompt_length"]),
             str(len(row["layers"])),
             size(row["bytes"]),
+            "-" if row["gradients"] is None else _drawn(row["gradients"]),
         )
     return table
+
+
+def _drawn(gradients: Mapping[str, Any]) -> str:
+    low, high = gradients["targets"]
+    return f"{gradients['draws']} draws behind steps {low}:{high} ({gradients['at']}, blocks of {gradients['block']})"
 
 
 def layer_table(found: Mapping[str, Any]) -> Table:
@@ -93,9 +99,12 @@ def serving_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     for kind in dict.fromkeys(row["kind"] for row in rows):
         served = [row["name"] for row in rows if row["kind"] == kind and row["ok"]]
         table.add_row(kind, "yes", Text(", ".join(served) or "none"), "")
+        missing: dict[str, list[str]] = {}
         for row in rows:
             if row["kind"] == kind and not row["ok"]:
-                table.add_row(kind, "no", Text(row["name"]), Text(row["reason"] or ""))
+                missing.setdefault(row["reason"] or "", []).append(row["name"])
+        for reason, names in missing.items():
+            table.add_row(kind, "no", Text(", ".join(names)), Text(reason))
     return table
 
 

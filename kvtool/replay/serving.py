@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtool.layer import Layer
-from kvtool.metrics import columns
+from kvtool.metrics import PredictedKL, columns
 from kvtool.policies import BUILT_IN, Policy, policy_from_text
 from kvtool.rotation import Rotation
 
@@ -66,9 +66,20 @@ def serving(trace: Any) -> list[Serving]:
         None,
     )
     projected = all(layer.has("output_projection") for _, layer in layers)
-    for column in columns():
+    unpredicted = next(
+        (
+            f"no gradients at or after the prompt's end in sequence {s.index}, layer {layer.geometry.layer} "
+            "(captured without --gradients)"
+            for s, layer in layers
+            if layer.gradient_steps is None or not bool((layer.gradient_steps >= s.prompt_length).any())
+        ),
+        None,
+    )
+    for column in {column.name: column for column in columns()}.values():
         reason = unasked
         if reason is None and column.name in ("layer_error", "mean_layer_error") and not projected:
             reason = "no output projection in some layer"
+        if reason is None and column.name.startswith(PredictedKL.name):
+            reason = unpredicted
         found.append(Serving(column.name, "metric", reason is None, reason))
     return found

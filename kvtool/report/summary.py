@@ -17,13 +17,20 @@ class Line:
     """One policy at one ratio or budget, averaged over sequences.
 
     Attributes:
-        error: the ordering metric, or None where it is undefined.
+        rank: the ordering metric, or None where it is undefined.
+        kl, kl_se, kl_w32: predicted KL in nats per step, its standard error over draws, and with windows of 32
+            steps; None where there are no gradients.
+        error: `mean_layer_error`, or `mean_output_error` without output projections.
         low, high: smallest and largest error of a layer (the spread).
         worst: (layer, query head, output_error) of the worst head, or None.
     """
 
     policy: str
     oracle: bool
+    rank: float | None
+    kl: float | None
+    kl_se: float | None
+    kl_w32: float | None
     error: float | None
     low: float | None
     high: float | None
@@ -50,7 +57,7 @@ class Section:
     @property
     def best(self) -> Line | None:
         """The best policy that reads no future and is no control; None where none is measured."""
-        return next((ln for ln in self.contenders if ln.error is not None), None)
+        return next((ln for ln in self.contenders if ln.rank is not None), None)
 
     @property
     def contenders(self) -> list[Line]:
@@ -61,7 +68,7 @@ class Section:
     def winner(self) -> Line | None:
         """The best contender, if it does better than random."""
         best, random = self.best, self.line("random")
-        if best is None or best.error is None or (random and random.error is not None and best.error >= random.error):
+        if best is None or best.rank is None or (random and random.rank is not None and best.rank >= random.rank):
             return None
         return best
 
@@ -70,14 +77,29 @@ class Section:
 
 
 def ordering_metric(result: Result) -> str:
+    """`predicted_kl` where the trace has gradients, else the error metric."""
+    known = any(c["predicted_kl"] is not None for c in result.entries("cells") if c["sequence"] is None)
+    return "predicted_kl" if known else error_metric(result)
+
+
+def error_metric(result: Result) -> str:
     """`mean_layer_error` where the trace has output projections, else `mean_output_error`."""
     cells = result.entries("cells")
     return "mean_layer_error" if any(c["mean_layer_error"] is not None for c in cells) else "mean_output_error"
 
 
+def prediction(result: Result) -> str | None:
+    """Why there is no predicted KL, or what it leaves out; None where it speaks of the whole."""
+    found = next((c for c in result.entries("cells") if c["sequence"] is None), None)
+    if found is None or found["predicted_kl_partial"] is None:
+        return None
+    missing = found["predicted_kl"] is None
+    return f"{'No predicted KL' if missing else 'predicted_kl is partial'}: {found['predicted_kl_partial']}."
+
+
 def sections(result: Result) -> list[Section]:
     """One section per ratio or budget, in the order asked."""
-    metric = ordering_metric(result)
+    order, metric = ordering_metric(result), error_metric(result)
     rows: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for row in result.entries("rows"):
         rows[row["policy"], row["ratio"], row["budget"]].append(row)
@@ -104,6 +126,10 @@ def sections(result: Result) -> list[Section]:
         line = Line(
             policy=cell["policy"],
             oracle=bool(cell["oracle"]),
+            rank=cell[order],
+            kl=cell["predicted_kl"],
+            kl_se=cell["predicted_kl_se"],
+            kl_w32=cell["predicted_kl_w32"],
             error=cell[metric],
             low=min(spread, default=None),
             high=max(spread, default=None),
@@ -116,7 +142,7 @@ def sections(result: Result) -> list[Section]:
         )
         grouped.setdefault(key[1:], []).append(line)
     return [
-        Section(ratio, budget, sorted(lines, key=lambda ln: (ln.policy == "full", ln.error is None, ln.error or 0.0)))
+        Section(ratio, budget, sorted(lines, key=lambda ln: (ln.policy == "full", ln.rank is None, ln.rank or 0.0)))
         for (ratio, budget), lines in grouped.items()
     ]
 
@@ -128,23 +154,30 @@ def _mean(rows: list[dict[str, Any]], column: str) -> float | None:
 
 def verdicts(result: Result) -> list[str]:
     """One sentence per ratio: which policy wins, and by how much over the runner-up and over random."""
+    kl = ordering_metric(result) == "predicted_kl"
+    wins = "changes predictions least, predicted KL" if kl else "keeps attention's output best, error"
+
+    def said_of(value: float) -> str:
+        return f"{value:.3g}" if kl else f"{value:.4f}"
+
     said = []
     for section in sections(result):
         best, random = section.best, section.line("random")
-        if best is None or best.error is None:
+        if best is None or best.rank is None:
             said.append(f"{section.asked}: no policy besides the controls and oracles was measured")
             continue
-        chance = random.error if random else None
+        chance = random.rank if random else None
         if chance is not None and section.winner is None:
             said.append(
-                f"{section.asked}: no policy does better than random ({chance:.4f}); {best.policy} has {best.error:.4f}"
+                f"{section.asked}: no policy does better than random ({said_of(chance)}); "
+                f"{best.policy} has {said_of(best.rank)}"
             )
             continue
-        text = f"{section.asked}: {best.policy} keeps attention's output best, error {best.error:.4f}"
-        if chance is not None and best.error > 0:
-            text += f", {chance / best.error:.1f}x below random"
-        others = [ln for ln in section.contenders if ln is not best and ln.error is not None]
-        if others:
-            text += f"; next {others[0].policy} {others[0].error:.4f}"
+        text = f"{section.asked}: {best.policy} {wins} {said_of(best.rank)}{' nats per step' if kl else ''}"
+        if chance is not None and best.rank > 0:
+            text += f", {chance / best.rank:.1f}x below random"
+        others = [ln for ln in section.contenders if ln is not best and ln.rank is not None]
+        if others and others[0].rank is not None:
+            text += f"; next {others[0].policy} {said_of(others[0].rank)}"
         said.append(text)
     return said
