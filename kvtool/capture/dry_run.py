@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtool.capture.estimate import Estimate, LayerShape, disk_bytes, memory_bytes, meta_shapes
+from kvtool.capture.gradient_estimate import gradient_disk_bytes, gradient_memory_bytes
 from kvtool.capture.loading import skeleton
 from kvtool.capture.packages import require
 from kvtool.capture.prepare import Notes, Prepared, dtype_name, prepare
@@ -39,6 +40,10 @@ def estimate_of(request: Request, ready: Prepared) -> Estimate:
     wanted = parse_ids(request.layers, "--layers")
     stored_shapes = {layer: shape for layer, shape in shapes.items() if wanted is None or layer in wanted}
     text = max((len(piece) for piece in ready.tokenization.pieces(list(ready.inputs[0].prompt[:512]))), default=1)
+    plan, disk, memory = request.gradient_plan, 0, 0
+    if plan is not None:
+        disk = gradient_disk_bytes(stored_shapes, ready.inputs, plan, ready.stored.itemsize)
+        memory = gradient_memory_bytes(shapes, ready.inputs, plan, item, ready.config)
     return Estimate(
         sequences=[(item_.name, len(item_.prompt), item_.most_tokens) for item_ in ready.inputs],
         layers=len(stored_shapes),
@@ -51,8 +56,9 @@ def estimate_of(request: Request, ready: Prepared) -> Estimate:
             request.output_projection,
             min(text, 4),
             SAMPLE_STEPS,
-        ),
-        memory_bytes=memory_bytes(shapes, ready.inputs, request.chunk, weights, item, ready.config),
+        )
+        + disk,
+        memory_bytes=memory_bytes(shapes, ready.inputs, request.chunk, weights, item, ready.config) + memory,
         weight_bytes=weights,
         run_dtype=dtype_name(ready.dtype),
         stored_dtype=dtype_name(ready.stored),
@@ -79,7 +85,8 @@ def within_memory(request: Request, estimate: Estimate) -> None:
             "memory",
             f"the capture would take about {size(estimate.memory_bytes)}, of which weights "
             f"{size(estimate.weight_bytes)} as {estimate.run_dtype}, more than --max-memory {size(limit)}",
-            "run in a narrower --model-dtype, use --chunk, or shorten the prompt",
+            "run in a narrower --model-dtype, use --chunk, or shorten the prompt"
+            + ("" if request.gradients is None else "; --gradient-block bounds what --gradients needs"),
         )
 
 

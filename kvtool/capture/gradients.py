@@ -36,11 +36,13 @@ class Drawn:
         how: see kvtool.layer.Gradients.
         steps: [Tg] their rows, ascending.
         arrays: layer -> [S, H, Tg, Dv] in the run's dtype.
+        picks: [S, steps] the tokens drawn behind each target step.
     """
 
     how: Gradients
     steps: Tensor
     arrays: dict[int, Tensor]
+    picks: Tensor
 
 
 class _Zeros:
@@ -87,7 +89,8 @@ def draw_gradients(
             evaluated steps come out otherwise when they run as blocks.
     """
     steps, how = plan.evaluated(prompt_length, len(tokens)), plan.drawn(prompt_length, len(tokens))
-    uniforms = _uniforms(plan, tokens, len(steps))  # [S, Tg]
+    uniforms = _uniforms(plan, tokens)  # [S, T]
+    picks: list[Tensor] = []
     arrays: dict[int, Tensor] = {}
     for start in range(steps.start, how.targets[1], how.block):
         stop = min(start + how.block, steps.stop)
@@ -95,8 +98,9 @@ def draw_gradients(
         rest = None if stop >= how.targets[1] else feed.fork()
         if stop > how.targets[0]:
             targets = range(max(start, how.targets[0]), min(stop, how.targets[1]))
-            drawn = uniforms[:, targets.start - steps.start : targets.stop - steps.start]
-            for layer, block in _block(model, feed, tokens, cuts, targets, drawn, geometries, samples).items():
+            blocks, drawn = _block(model, feed, tokens, cuts, targets, uniforms, geometries, samples)
+            picks.append(drawn)
+            for layer, block in blocks.items():
                 if layer not in arrays:
                     arrays[layer] = block.new_zeros(*block.shape[:2], len(steps), block.shape[3])
                 offset = start - steps.start
@@ -107,7 +111,7 @@ def draw_gradients(
             for low, high in itertools.pairwise(cuts):
                 rest.push(tokens[low:high])
             feed = rest
-    return Drawn(how, torch.arange(steps.start, steps.stop), arrays)
+    return Drawn(how, torch.arange(steps.start, steps.stop), arrays, torch.cat(picks, 1))
 
 
 def _block(
@@ -119,13 +123,15 @@ def _block(
     uniforms: Tensor,
     geometries: Mapping[int, Geometry],
     samples: Mapping[int, Tensor],
-) -> dict[int, Tensor]:
-    """Gradients [S, H, n, Dv] of one block's steps, by layer; steps behind its last target may be missing.
+) -> tuple[dict[int, Tensor], Tensor]:
+    """Gradients [S, H, n, Dv] of one block's steps, by layer, and the tokens drawn [S, targets].
+
+    Steps behind the last target may be missing.
 
     Args:
         cuts: the block's first step, where its forwards meet, and the step behind its last.
         targets: steps of the block whose next token is drawn.
-        uniforms: [S, targets] numbers in [0, 1) that decide the draws.
+        uniforms: [S, T] numbers in [0, 1) that decide the draws.
     """
     zeros = _Zeros(geometries)
     parts: list[Tensor] = []
@@ -140,14 +146,14 @@ def _block(
     logits = torch.cat(parts)  # [targets, V]
     if not logits.requires_grad:
         raise _not_differentiable(model, "its logits carry no gradient")
-    downhill, chosen = _distribution(logits, uniforms)
+    downhill, picks, rises = _distribution(logits, uniforms[:, targets.start : targets.stop])
     wanted = [zero for layer in geometries for zero in zeros.added[layer]]
     found: dict[int, list[Tensor]] = {layer: [] for layer in geometries}
-    for draw, (picks, rises) in enumerate(chosen):
+    for draw in range(len(picks)):
         # d log p(y) / d logits = onehot(y) - p
         slope = downhill.clone()
-        slope[torch.arange(len(picks)), picks] = rises
-        keep_graph = draw < len(chosen) - 1
+        slope[torch.arange(len(slope)), picks[draw]] = rises[draw]
+        keep_graph = draw < len(picks) - 1
         try:
             grads = torch.autograd.grad(logits, wanted, slope, retain_graph=keep_graph, allow_unused=True)
         except RuntimeError as error:
@@ -160,11 +166,11 @@ def _block(
             # What an earlier forward's last layer gave leads nowhere where no token is drawn behind it.
             whole = [torch.zeros_like(zero[0]) if piece is None else piece[0] for zero, piece in pieces]
             found[layer].append(torch.cat(whole).transpose(0, 1))
-    return {layer: torch.stack(grads) for layer, grads in found.items()}
+    return {layer: torch.stack(grads) for layer, grads in found.items()}, picks
 
 
-def _distribution(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """-p [n, V], and per draw the tokens picked [n] and 1 - p of them [n].
+def _distribution(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """-p [n, V], the tokens picked [S, n] and 1 - p of them [S, n].
 
     The softmax is in float64; one number of `uniforms` [S, n] picks one token by the distribution function.
     """
@@ -177,16 +183,16 @@ def _distribution(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, list[tuple[
         picked = torch.searchsorted(reached, uniforms[:, row] * reached[-1], right=True).clamp_max(len(reached) - 1)
         picks[:, row], rises[:, row] = picked, 1 - probabilities[picked]
         downhill[row] = -probabilities
-    return downhill, list(zip(picks, rises.to(logits.dtype), strict=True))
+    return downhill, picks, rises.to(logits.dtype)
 
 
-def _uniforms(plan: GradientPlan, tokens: list[int], steps: int) -> Tensor:
-    """[S, steps] float64: a function of seed, sequence, draw and step; targets and blocks do not move it."""
+def _uniforms(plan: GradientPlan, tokens: list[int]) -> Tensor:
+    """[S, T] float64: a function of seed, sequence, draw and step alone."""
     drawn = []
     for draw in range(plan.draws):
         text = f"gradients:{plan.seed}:{draw}:{','.join(map(str, tokens))}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-        drawn.append(torch.rand(steps, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+        drawn.append(torch.rand(len(tokens), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
     return torch.stack(drawn)
 
 

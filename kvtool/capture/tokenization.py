@@ -45,6 +45,10 @@ class Tokenization:
         # The template writes the begin-of-text token itself.
         return [int(t) for t in self._tokenizer(spelled, add_special_tokens=False, verbose=False)["input_ids"]]
 
+    def encode_bare(self, text: str) -> list[int]:
+        """Tokens of `text` and nothing else, as it would stand inside a longer text."""
+        return [int(t) for t in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
     @property
     def stop_tokens(self) -> frozenset[int]:
         """The tokenizer's end-of-text token, if it has one."""

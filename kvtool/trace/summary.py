@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtool.rotation import Rotation
+from kvtool.trace.gradients import gradient_attributes
 from kvtool.trace.layout import dtype_name
 from kvtool.trace.reader import Sequence, Trace
 
@@ -51,6 +52,7 @@ def _sequence(sequence: Sequence) -> dict[str, Any]:
         "prompt_digest": sequence.prompt_digest,
         "bytes": sum(entry.length for name, entry in entries.items() if name.startswith(prefix)),
         "attributes": sequence.attributes,
+        "gradients": None if sequence.gradients is None else gradient_attributes(sequence.gradients),
         "layers": [_layer(sequence, layer_id) for layer_id in sequence.layer_ids],
     }
 

@@ -1,0 +1,306 @@
+"""Gradients by attention outputs against explicit Jacobians of models that kvtool never touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from kvtool.capture.generation import Feed
+from kvtool.capture.gradient_plan import GradientPlan
+from kvtool.capture.gradients import draw_gradients
+from kvtool.capture.hook import observed
+from kvtool.capture.probe import probe
+from kvtool.capture.quiet import quiet
+from kvtool.capture.rotation_watch import RotaryState
+from kvtool.errors import KvtoolError
+
+UNGATED = [
+    *("llama", "llama-yarn", "llama-dynamic", "qwen3", "mistral", "gemma2", "gemma3", "gemma3n", "gpt_oss"),
+    *("deepseek_v2", "deepseek_v3", "phi3", "stablelm", "gpt2", "opt", "gptj", "smollm3", "cohere2", "glm4", "llama4"),
+]
+TOKENS = torch.randint(3, 300, (39,), generator=torch.Generator().manual_seed(5)).tolist()
+PROMPT = 23
+SMALL = [3, 7, 1, 10, 0, 4, 4, 9, 2, 8, 5, 6]
+SMALL_PROMPT = 5
+
+
+def likelihoods(model, projections, shapes, tokens):
+    """log p [T, V] of an ordinary forward without a cache, and by layer the zeros [T, H * Dv] that were added to
+    attention's outputs where they enter the output projection."""
+    dtype = next(model.parameters()).dtype
+    zeros = {
+        layer: torch.zeros(len(tokens), h * d, dtype=dtype, requires_grad=True) for layer, (h, d) in shapes.items()
+    }
+    handles = [
+        projections[layer].register_forward_pre_hook(lambda module, args, zero=zero: (args[0] + zero,))
+        for layer, zero in zeros.items()
+    ]
+    try:
+        return model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1), zeros
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def expected(model, projections, shapes, tokens, picks, targets):
+    """layer -> [H, T, Dv]: derivative of the sum of the picked tokens' log-probabilities behind `targets`."""
+    likely, zeros = likelihoods(model, projections, shapes, tokens)
+    total = sum(likely[t, y] for t, y in zip(targets, picks, strict=True))
+    grads = torch.autograd.grad(total, list(zeros.values()))
+    return {
+        layer: grad.view(len(tokens), *shapes[layer]).transpose(0, 1) for layer, grad in zip(zeros, grads, strict=True)
+    }
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def small(request):
+    """2 layers, 2 heads, 11 tokens; (model, output projections, (H, Dv) by layer, geometries). gpt2 in float64."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    with quiet():
+        if request.param == "gpt2":
+            config = transformers.GPT2Config(
+                vocab_size=11, n_positions=32, n_embd=8, n_layer=2, n_head=2, initializer_range=0.5, eos_token_id=2
+            )
+        else:
+            config = transformers.LlamaConfig(
+                vocab_size=11,
+                hidden_size=8,
+                intermediate_size=12,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                initializer_range=0.5,
+                max_position_embeddings=64,
+            )
+        model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+        probed = probe(model)
+    geometries = {layer: entry.geometry for layer, entry in probed.items()}
+    shapes = {layer: (g.query_heads, g.value_dim) for layer, g in geometries.items()}
+    projections = {layer: entry.projection for layer, entry in probed.items()}
+    return (model.double() if request.param == "gpt2" else model), projections, shapes, geometries
+
+
+def draw(small, plan):
+    """Gradients of SMALL, from the cache that the plan's first evaluated step needs."""
+    model, _, _, geometries = small
+    feed = Feed(model)
+    if plan.at == "continuation":
+        feed.push(SMALL[:SMALL_PROMPT])
+    return draw_gradients(model, feed, plan, SMALL, SMALL_PROMPT, geometries, {})
+
+
+def close(found, wanted, bound=2e-5):
+    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-12)) < bound
+
+
+@pytest.mark.parametrize("at", ["continuation", "prompt", "all"])
+def test_gradients_are_the_jacobians_rows_added_up(small, at):
+    model, projections, shapes, _ = small
+    drawn = draw(small, GradientPlan(3, at=at))
+    steps = {"continuation": range(5, 12), "prompt": range(5), "all": range(12)}[at]
+    assert drawn.steps.tolist() == list(steps)
+    assert (drawn.how.targets, drawn.how.steps, drawn.how.block) == ((steps.start, steps.stop), len(steps), len(steps))
+    assert drawn.picks.shape == (3, len(steps))
+    for s in range(3):
+        # Rows behind the evaluated steps have no part in a target's prediction, so the whole text may run.
+        wanted = expected(model, projections, shapes, SMALL, drawn.picks[s].tolist(), steps)
+        for layer, array in drawn.arrays.items():
+            assert array.shape == (3, 2, len(steps), 4)
+            assert close(array[s], wanted[layer][:, steps.start : steps.stop])
+
+
+@pytest.mark.parametrize("small", ["gpt2"], indirect=True)
+def test_finite_differences_say_the_same(small):
+    """Central differences of the log-probabilities in float64, one head, step and channel at a time."""
+    model, projections, shapes, _ = small
+    drawn = draw(small, GradientPlan(1, seed=9))
+    for layer, head, step, channel in ((0, 0, 5, 1), (0, 1, 8, 3), (1, 0, 6, 0), (1, 1, 11, 2), (0, 1, 11, 0)):
+        values = []
+        for sign in (1e-5, -1e-5):
+            shift = torch.zeros(len(SMALL), *shapes[layer], dtype=torch.float64)
+            shift[step, head, channel] = sign
+            handle = projections[layer].register_forward_pre_hook(
+                lambda module, args, shift=shift: (args[0] + shift.flatten(1),)
+            )
+            likely = model(input_ids=torch.tensor([SMALL])).logits[0].log_softmax(-1)
+            handle.remove()
+            values.append(float(sum(likely[t, y] for t, y in zip(range(5, 12), drawn.picks[0], strict=True))))
+        slope = (values[0] - values[1]) / 2e-5
+        assert slope == pytest.approx(float(drawn.arrays[layer][0, head, step - 5, channel]), abs=1e-8)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 50])
+def test_blocks_cut_later_terms_exactly(small, block):
+    model, projections, shapes, _ = small
+    whole, cut = draw(small, GradientPlan(2)), draw(small, GradientPlan(2, block=block))
+    assert torch.equal(whole.picks, cut.picks)
+    assert cut.how.block == min(block, 7)
+    for s in range(2):
+        for start in range(5, 12, block):
+            inside = range(start, min(start + block, 12))
+            picks = cut.picks[s, start - 5 : inside.stop - 5].tolist()
+            wanted = expected(model, projections, shapes, SMALL, picks, inside)
+            for layer, array in cut.arrays.items():
+                assert close(array[s][:, start - 5 : inside.stop - 5], wanted[layer][:, start : inside.stop])
+    if block < 7:
+        assert not close(cut.arrays[0], whole.arrays[0], 0.01)
+
+
+@pytest.mark.parametrize(("at", "block"), [("continuation", None), ("all", None), ("all", 4), ("continuation", 2)])
+@pytest.mark.parametrize("targets", [(6, 7), (7, 10), (8, 12)])
+def test_targets_restrict_and_nothing_flows_back_in_time(small, at, block, targets):
+    model, projections, shapes, _ = small
+    drawn = draw(small, GradientPlan(2, at=at, targets=targets, block=block))
+    everything = draw(small, GradientPlan(2, at=at, block=block))
+    first = 0 if at == "all" else 5
+    assert (drawn.how.targets, drawn.how.steps) == (targets, targets[1] - targets[0])
+    assert torch.equal(drawn.picks, everything.picks[:, targets[0] - first : targets[1] - first])
+    for s in range(2):
+        for start in range(first, 12, block or 99):
+            stop = min(start + (block or 99), 12)
+            inside = range(max(start, targets[0]), min(stop, targets[1]))
+            picks = drawn.picks[s, inside.start - targets[0] : inside.stop - targets[0]].tolist() if inside else []
+            for layer, array in drawn.arrays.items():
+                part = array[s][:, start - first : stop - first]
+                if not inside:
+                    assert int(part.count_nonzero()) == 0
+                    continue
+                wanted = expected(model, projections, shapes, SMALL, picks, inside)[layer][:, start:stop]
+                assert close(part, wanted)
+                assert int(part[:, inside.stop - start :].count_nonzero()) == 0
+                assert bool((part[:, inside.stop - 1 - start] != 0).any())
+
+
+def test_only_targets_in_the_prompt_part_of_all_steps(small):
+    model, projections, shapes, _ = small
+    drawn = draw(small, GradientPlan(1, at="all", targets=(1, 4)))
+    wanted = expected(model, projections, shapes, SMALL, drawn.picks[0].tolist(), range(1, 4))
+    for layer, array in drawn.arrays.items():
+        assert close(array[0], wanted[layer])
+        assert int(array[0][:, 4:].count_nonzero()) == 0
+
+
+def test_draws_are_the_models_own_distribution(small):
+    model = small[0]
+    drawn = draw(small, GradientPlan(1500, targets=(8, 9)))
+    probabilities = model(input_ids=torch.tensor([SMALL])).logits[0, 8].double().softmax(-1)
+    share = torch.bincount(drawn.picks[:, 0], minlength=11) / 1500
+    assert float((share - probabilities).abs().max()) < 0.05
+    # The mean of a score function is zero: its average is noise of 1 / sqrt(draws).
+    for array in drawn.arrays.values():
+        flat = array.flatten(1)
+        assert float(flat.mean(0).norm() / flat.norm(dim=1).mean()) < 0.08
+
+
+def test_draws_come_from_seed_sequence_draw_and_step(small):
+    one, again = draw(small, GradientPlan(2, seed=4)), draw(small, GradientPlan(2, seed=4))
+    more, other = draw(small, GradientPlan(5, seed=4)), draw(small, GradientPlan(2, seed=5))
+    everywhere = draw(small, GradientPlan(2, at="all", seed=4))
+    for layer in one.arrays:
+        assert torch.equal(one.arrays[layer], again.arrays[layer])
+        assert torch.equal(one.arrays[layer], more.arrays[layer][:2])
+        assert not torch.equal(one.arrays[layer], other.arrays[layer])
+    assert torch.equal(everywhere.picks[:, 5:], one.picks)
+    assert not torch.equal(more.picks[0], more.picks[1])
+
+
+def primed(model):
+    """A feed at the end of the prompt, the model's rotary state as before."""
+    state = RotaryState(model)
+    feed = Feed(model)
+    feed.push(TOKENS[:PROMPT])
+    state.restore()
+    return feed, state
+
+
+@pytest.mark.parametrize("name", UNGATED)
+def test_every_architecture_against_an_untouched_forward(tiny, name):
+    """Windows have forgotten the prompt, MLA, shared caches, sinks, softcaps, norms: all of them differentiate."""
+    model = tiny(name)
+    probed = probe(model)
+    feed, state = primed(model)
+    geometries = {layer: entry.geometry for layer, entry in probed.items()}
+    drawn = draw_gradients(model, feed, GradientPlan(2), TOKENS, PROMPT, geometries, {})
+    state.restore()
+    shapes = {layer: (g.query_heads, g.value_dim) for layer, g in geometries.items()}
+    projections = {layer: entry.projection for layer, entry in probed.items()}
+    for s in range(2):
+        wanted = expected(model, projections, shapes, TOKENS, drawn.picks[s].tolist(), range(PROMPT, 39))
+        state.restore()
+        for layer, array in drawn.arrays.items():
+            assert close(array[s], wanted[layer][:, PROMPT:], 1e-3), layer
+
+
+class Shift:
+    """Observer that adds fixed numbers to one layer's attention outputs."""
+
+    def __init__(self, layer, shift):
+        self.layer, self.shift = layer, shift
+
+    def wants(self, layer):
+        return layer == self.layer
+
+    def shifted(self, layer, output):
+        return output + self.shift[None]
+
+    def see(self, call):
+        pass
+
+
+def test_a_gate_behind_attention_is_differentiated_through(tiny):
+    """No projection shows the output itself: central differences at the attention function."""
+    model = tiny("qwen3_next")
+    geometries = {layer: entry.geometry for layer, entry in probe(model).items()}
+    drawn = draw_gradients(model, primed(model)[0], GradientPlan(1), TOKENS, PROMPT, geometries, {})
+    assert list(drawn.arrays) == [3]
+    gradient = drawn.arrays[3][0].transpose(0, 1)  # [n, H, Dv]
+    random = torch.Generator().manual_seed(8)
+    for _ in range(4):
+        # Half of the gradient's numbers, so that the slope stands out of float32's noise.
+        direction = gradient * (torch.rand(gradient.shape, generator=random) < 0.5) / gradient.norm()
+        values = []
+        for sign in (5e-3, -5e-3):
+            feed = primed(model)[0]
+            with observed(model, Shift(3, sign * direction)):
+                likely = feed.logits(TOKENS[PROMPT:]).double().log_softmax(-1)
+            values.append(float(likely.gather(1, drawn.picks[0][:, None]).sum()))
+        slope = float((gradient * direction).sum())
+        assert (values[0] - values[1]) / 1e-2 == pytest.approx(slope, rel=3e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_runs_have_gradients_in_their_own_dtype(tiny, dtype):
+    geometries = {layer: entry.geometry for layer, entry in probe(tiny("gpt2")).items()}
+    exact = draw_gradients(tiny("gpt2"), primed(tiny("gpt2"))[0], GradientPlan(1), TOKENS, PROMPT, geometries, {})
+    model = tiny("gpt2", dtype)
+    drawn = draw_gradients(model, primed(model)[0], GradientPlan(1), TOKENS, PROMPT, geometries, {})
+    assert drawn.arrays[0].dtype == dtype
+    assert bool(torch.isfinite(drawn.arrays[0]).all())
+    same = (drawn.picks[0] == exact.picks[0]).nonzero()[-1, 0]  # the last step sees its own target only
+    assert int(same) == 15
+    assert close(drawn.arrays[2][0, :, 15].float(), exact.arrays[2][0, :, 15], 0.15)
+
+
+def test_a_model_without_a_graph_is_refused(tiny, monkeypatch):
+    model = tiny("llama")
+    geometries = {layer: entry.geometry for layer, entry in probe(model).items()}
+    feed = primed(model)[0]
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", torch.no_grad()(forward))
+    with pytest.raises(KvtoolError, match="LlamaForCausalLM cannot be differentiated") as error:
+        draw_gradients(model, feed, GradientPlan(1), TOKENS, PROMPT, geometries, {})
+    assert error.value.code == "model-unsupported"
+
+
+def test_a_pass_that_disagrees_with_the_run_is_refused(tiny, record):
+    model = tiny("llama")
+    geometries = {layer: entry.geometry for layer, entry in probe(model).items()}
+    samples = record(model, [TOKENS[:PROMPT], *[[t] for t in TOKENS[PROMPT:]]]).samples
+    draw_gradients(model, primed(model)[0], GradientPlan(1), TOKENS, PROMPT, geometries, samples)
+    samples[1] = samples[1].clone()
+    samples[1][:, -1] *= 1.2
+    with pytest.raises(KvtoolError, match="those of layer 1 are off by 0") as error:
+        draw_gradients(model, primed(model)[0], GradientPlan(1), TOKENS, PROMPT, geometries, samples)
+    assert error.value.code == "model-unsupported"
