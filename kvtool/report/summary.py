@@ -158,7 +158,7 @@ def verdicts(result: Result) -> list[str]:
     wins = "changes predictions least, predicted KL" if kl else "keeps attention's output best, error"
 
     def said_of(value: float) -> str:
-        return f"{value:.3g}" if kl else f"{value:.4f}"
+        return f"{value:#.3g}" if kl else f"{value:.4f}"
 
     said = []
     for section in sections(result):

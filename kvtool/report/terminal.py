@@ -19,7 +19,7 @@ def _nats(value: float | None, spread: float | None = None) -> str:
     """Predicted KL spans orders of magnitude: significant digits, and its standard error behind it."""
     if value is None:
         return "-"
-    return f"{value:.3g}" if spread is None else f"{value:.3g} ± {spread:.1g}"
+    return f"{value:#.3g}" if spread is None else f"{value:#.3g} ± {spread:.1g}"
 
 
 def _line(table: Table, line: Line, best: bool, kl: bool) -> None:
