@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtool.capture import capture as capture
     from kvtool.errors import KvtoolError as KvtoolError
+    from kvtool.live import live as live
     from kvtool.replay import replay as replay
     from kvtool.result import Result as Result
     from kvtool.trace import open_trace as open_trace
@@ -21,6 +22,7 @@ _HOMES = {
     "KvtoolError": "kvtool.errors",
     "Result": "kvtool.result",
     "capture": "kvtool.capture",
+    "live": "kvtool.live",
     "open_trace": "kvtool.trace",
     "replay": "kvtool.replay",
 }

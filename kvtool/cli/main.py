@@ -13,7 +13,7 @@ import traceback
 
 import typer
 
-from kvtool.cli import capture, import_, inspect, policies, replay
+from kvtool.cli import capture, import_, inspect, live, policies, replay
 from kvtool.errors import KvtoolError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("import")(import_.command)
 app.command("inspect")(inspect.command)
 app.command("policies")(policies.command)
 app.command("replay")(replay.command)
+app.command("live")(live.command)
 
 verbosity = 0
 

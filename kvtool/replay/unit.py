@@ -43,7 +43,7 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int) -> Part:
         tables["layers"].append({**key, **alone, "predicted_kl_block": block, **counted})
         tables["rows"] += _rows(key, layer, heads)
         tables["ages"] += _ages(key, retained, layer, plan)
-        tables["evict_steps"] += _evict_steps(key, retained)
+        tables["evict_steps"] += decision_entries(key, retained)
         partials.append({**partial, "counts": {n: torch.tensor(v) for n, v in {**counted, "achieved": kept}.items()}})
         notes += note_unit(cell, retained, layer.geometry, sequence.index)
     return Part(tables, partials, notes)
@@ -116,7 +116,8 @@ def _ages(key: dict[str, Any], retained: RetainedSet, layer: Layer, plan: Plan) 
     return [{**key, **entry} for entry in found]
 
 
-def _evict_steps(key: dict[str, Any], retained: RetainedSet) -> list[dict[str, Any]]:
+def decision_entries(key: dict[str, Any], retained: RetainedSet) -> list[dict[str, Any]]:
+    """One entry of the table `evict_steps` per KV head."""
     (event,) = retained.events
     digest = retained.digest()
     return [

@@ -20,15 +20,16 @@ FLOORS = {
     "replay": 3,
     "capture": 3,
     "testing": 3,
+    "live": 3,
     "report": 4,
     "cli": 5,
 }
 HOMES = {
     "zarr": ("kvtool/trace/",),
     "typer": ("kvtool/cli/",),
-    "rich": ("kvtool/cli/", "kvtool/report/terminal.py"),
+    "rich": ("kvtool/cli/", "kvtool/report/terminal"),
     "pyarrow": ("kvtool/result.py",),
-    "transformers": ("kvtool/capture/",),
+    "transformers": ("kvtool/capture/", "kvtool/live/"),
     "safetensors": ("kvtool/capture/", "kvtool/trace/"),
     "triton": ("kernels/",),
 }

@@ -1,0 +1,129 @@
+"""`kvtool live`: really evict, measure what the model then says, hold it against the prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_WHAT, _RUN, _MORE = "What is evicted", "The run", "What is measured besides"
+
+
+def command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model of the trace, as for kvtool capture.")],
+    trace: Annotated[Path, typer.Argument(help="A trace written by kvtool capture.")],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-p", "--policy", help="As for kvtool replay; repeatable; 'all' is every built-in.", rich_help_panel=_WHAT
+        ),
+    ] = None,
+    ratio: Annotated[
+        list[str] | None,
+        typer.Option("-r", "--ratio", help="Share of tokens evicted. Default 0.5,0.75,0.9.", rich_help_panel=_WHAT),
+    ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option("-b", "--budget", help="Tokens kept per KV head, instead.", rich_help_panel=_WHAT),
+    ] = None,
+    evict_at: Annotated[
+        int | None,
+        typer.Option(help="Step of the event. Default: the end of the prompt.", rich_help_panel=_WHAT),
+    ] = None,
+    sinks: Annotated[int, typer.Option(help="First tokens never evicted.", rich_help_panel=_WHAT)] = 4,
+    window: Annotated[int, typer.Option(help="Newest tokens never evicted.", rich_help_panel=_WHAT)] = 32,
+    layers: Annotated[
+        str | None, typer.Option(help="Layers that evict, e.g. 0,4-7. Default: all captured.", rich_help_panel=_WHAT)
+    ] = None,
+    sequences: Annotated[
+        str | None, typer.Option(help="Sequences to run, e.g. 0,2-3. Default: all.", rich_help_panel=_WHAT)
+    ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Replay beside it; predicted against measured.", rich_help_panel=_MORE),
+    ] = False,
+    layer_errors: Annotated[
+        bool, typer.Option("--layer-errors", help="Attention error of every layer.", rich_help_panel=_MORE)
+    ] = False,
+    generate: Annotated[
+        int, typer.Option(min=0, help="Tokens of the model's own continuation per cell.", rich_help_panel=_MORE)
+    ] = 0,
+    answer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A text, or rows LO:HI, whose likelihood is measured; one, or one per sequence.",
+            rich_help_panel=_MORE,
+        ),
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(help="float32 or float64 arithmetic of decisions.", rich_help_panel=_RUN)
+    ] = "float32",
+    model_dtype: Annotated[
+        str | None, typer.Option(help="Of the run. Default: as captured.", rich_help_panel=_RUN)
+    ] = None,
+    other_weights: Annotated[
+        bool,
+        typer.Option(
+            "--other-weights", help="Admit other weight files; keys must agree all the same.", rich_help_panel=_RUN
+        ),
+    ] = False,
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="Feed at most N tokens per forward.", rich_help_panel=_RUN)
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", rich_help_panel=_RUN)] = None,
+    online: Annotated[
+        bool, typer.Option("--online", help="Allow downloads from Hugging Face.", rich_help_panel=_RUN)
+    ] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for Parquet tables.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a finished result in the output folder.")] = False,
+) -> None:
+    """Run MODEL on the tokens of TRACE and evict from its cache what replay would: the closed loop.
+
+    The controls full and random always run; full must leave the model's predictions as they are.
+    """
+    from kvtool.cli.console import answer as print_answer
+    from kvtool.cli.console import hint, json_answer, progress_on_terminal, use_threads
+    from kvtool.cli.numbers import number_list
+    from kvtool.live import live
+    from kvtool.report.terminal_live import live_tables
+    from kvtool.words import parse_ids
+
+    use_threads(threads)
+    with progress_on_terminal("live") as progress:
+        result = live(
+            model,
+            trace,
+            policy or ["all"],
+            ratios=number_list(ratio),
+            budgets=number_list(budget, whole=True),
+            evict_at=evict_at,
+            sinks=sinks,
+            window=window,
+            layers=parse_ids(layers, "--layers"),
+            sequences=parse_ids(sequences, "--sequences"),
+            precision=precision,
+            calibrate=calibrate,
+            layer_errors=layer_errors,
+            generate=generate,
+            answer=answer or (),
+            other_weights=other_weights,
+            model_dtype=model_dtype,
+            online=online,
+            chunk=chunk,
+            output=output,
+            force=force,
+            progress=progress,
+            notes=lambda text: hint("note", text),
+        )
+    if as_json:
+        json_answer(result.document())
+    else:
+        print_answer(*live_tables(result))
+    for warning in result.warnings:
+        hint("warning", warning)
+    if calibrate:
+        hint("next", f"kvtool replay {trace} … needs no model, and this is how far to trust it")
+    else:
+        hint("next", f"kvtool live {model} {trace} … --calibrate holds the replay's predictions against this")

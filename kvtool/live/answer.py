@@ -1,0 +1,61 @@
+"""Answer: the span of rows whose likelihood is measured for itself, in the sequence or behind it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtool.errors import KvtoolError
+from kvtool.trace import Sequence
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Rows low..high-1 of the run, each predicted by the step before it.
+
+    Attributes:
+        appended: tokens that are fed behind the sequence, since it does not hold the answer.
+    """
+
+    low: int
+    high: int
+    appended: tuple[int, ...] = ()
+
+
+def find_answer(text: str, sequence: Sequence, event: int, encode: Callable[[str], list[int]]) -> Answer:
+    """The rows that `text` names.
+
+    `LO:HI` names rows. Anything else is looked for in the text after the event; the tokens that it
+    touches are the answer. If it is not there, its own tokens are fed behind the sequence's last row.
+
+    Args:
+        encode: tokens of a text, without anything around them.
+
+    Raises:
+        KvtoolError: code `usage` for rows that are not evaluated, or an empty text.
+    """
+    named = re.fullmatch(r"(\d+):(\d+)", text)
+    if named:
+        low, high = int(named[1]), int(named[2])
+        if not event < low < high <= sequence.length:
+            raise KvtoolError(
+                "usage",
+                f"--answer {text}: sequence {sequence.index} can answer in rows {event + 1}:{sequence.length}",
+                "a row is predicted by the step before it, which must come at or after the event",
+            )
+        return Answer(low, high)
+    if not text.strip():
+        raise KvtoolError("usage", "--answer is empty", "give a text, or rows as LO:HI")
+    rows = range(event + 1, sequence.length)
+    pieces = [sequence.text(row) for row in rows]
+    place = "".join(pieces).find(text)
+    if place >= 0:
+        touched, end = [], 0
+        for row, piece in zip(rows, pieces, strict=True):
+            start, end = end, end + len(piece)
+            if start < place + len(text) and end > place:
+                touched.append(row)
+        return Answer(touched[0], touched[-1] + 1)
+    tokens = tuple(encode(text))
+    return Answer(sequence.length, sequence.length + len(tokens), tokens)

@@ -1,0 +1,56 @@
+"""Beside: the open-loop replay of the same cells, its columns put beside the measured ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.errors import KvtoolError
+from kvtool.live.calibration import ERRORS, calibrate, predictors
+from kvtool.live.tables import Entries
+from kvtool.replay.plan import Plan
+from kvtool.replay.run import replay
+from kvtool.trace import Sequence, Trace
+
+_CELL = ("sequence", "policy", "ratio", "budget")
+
+
+def replay_beside(trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]], tables: Entries) -> None:
+    """Replay `plan` and fill the open-loop columns of cells, layers and rows, and the table of agreement.
+
+    Raises:
+        KvtoolError: code `internal` where the replay decided otherwise than the live run.
+    """
+    result = replay(
+        trace,
+        [label for label, _ in plan.policies],
+        ratios=[budget.ratio for budget in plan.budgets if budget.ratio is not None],
+        budgets=[budget.tokens for budget in plan.budgets if budget.tokens is not None],
+        evict_at=plan.schedule.at,
+        sinks=plan.protection.sinks,
+        window=plan.protection.window,
+        layers=sorted({layer for _, layer, _ in work}),
+        sequences=sorted({sequence.index for sequence, _, _ in work}),
+        precision=plan.precision,
+        kl_windows=plan.kl_windows,
+    )
+    decided = {_key(e, "layer", "kv_head"): e["digest"] for e in result.entries("evict_steps")}
+    if any(decided[_key(e, "layer", "kv_head")] != e["digest"] for e in tables["evict_steps"]):
+        raise KvtoolError("internal", "replay and live run decided differently on the same trace")
+    cells = result.entries("cells")
+    _fill(tables["cells"], cells, (), [*predictors(cells[0]), *(c for c in ERRORS if c not in cells[0])])
+    _fill(tables["layers"], result.entries("layers"), ("layer",), ["layer_error"])
+    _fill(tables["rows"], result.entries("rows"), ("layer", "q_head"), ["output_error"])
+    tables["calibration"] = calibrate(tables["cells"])
+
+
+def _key(entry: dict[str, Any], *place: str) -> tuple[Any, ...]:
+    return tuple(entry[name] for name in (*_CELL, *place))
+
+
+def _fill(
+    entries: list[dict[str, Any]], others: list[dict[str, Any]], place: tuple[str, ...], names: list[str]
+) -> None:
+    found = {_key(other, *place): other for other in others if other.get("event") is None}
+    for entry in entries:
+        other = found[_key(entry, *place)]
+        entry.update({name: other.get(name) for name in names})

@@ -1,0 +1,112 @@
+"""Calibration: what replay predicted against what the model really did, over the cells of one run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+ERRORS = ("mean_layer_error", "mean_output_error")
+
+
+def predictors(columns: Iterable[str]) -> list[str]:
+    """The replay columns that foretell damage: predicted KL in every window, then the relative errors."""
+    found = [c for c in columns if re.fullmatch(r"predicted_kl(_w\d+)?", c)]
+    return [*found, *(c for c in ERRORS if c in columns)]
+
+
+def calibrate(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per sequence (null: the means over them), measured quantity and predictor.
+
+    Args:
+        cells: entries of the live result's `cells`, with the replay's columns beside the measured ones.
+            `full` predicts and measures nothing and is left out, as are cells without either number.
+    """
+    entries = []
+    indices = sorted({cell["sequence"] for cell in cells if cell["sequence"] is not None})
+    for sequence in [None, *(indices if len(indices) > 1 else [])]:
+        mine = [cell for cell in cells if cell["sequence"] == sequence and cell["policy"] != "full"]
+        for measured in measures(mine):
+            for predictor in predictors(mine[0]):
+                known = [c for c in mine if c[predictor] is not None and c[measured] is not None]
+                if known:
+                    entries.append({"sequence": sequence, **agreement(known, predictor, measured)})
+    return entries
+
+
+def measures(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """What is predicted: KL over the drawn targets where the trace says which, else over all steps; the answer."""
+    drawn = any(c["measured_kl_targets"] not in (None, c["measured_kl"]) for c in cells)
+    kl = "measured_kl_targets" if drawn else "measured_kl"
+    return [kl, *(["answer_loss"] if any(c["answer_loss"] is not None for c in cells) else [])]
+
+
+def agreement(cells: Sequence[dict[str, Any]], predictor: str, measured: str) -> dict[str, Any]:
+    """How well the column `predictor` foretells the column `measured`; ratios for predicted KL against KL only."""
+    predicted, truth = ([float(cell[name]) for cell in cells] for name in (predictor, measured))
+    positive = [(p, m) for p, m in zip(predicted, truth, strict=True) if p > 0 and m > 0]
+    logs = [[math.log(value) for value in side] for side in zip(*positive, strict=True)] if positive else [[], []]
+    alike = predictor.startswith("predicted_kl") and measured.startswith("measured_kl")
+    ratios = [p / m for p, m in positive] if alike else []
+    wrong, pairs = wrong_pairs(cells, predictor, measured)
+    return {
+        "measured": measured,
+        "predictor": predictor,
+        "cells": len(cells),
+        "spearman": spearman(predicted, truth),
+        "log_pearson": pearson(*logs),
+        "ratio_median": median(ratios) if ratios else None,
+        "ratio_low": min(ratios, default=None),
+        "ratio_high": max(ratios, default=None),
+        "pairs": pairs,
+        "wrong_pairs": wrong,
+    }
+
+
+def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """The correlation of x and y; None below three points or where one of them is constant."""
+    if len(x) < 3:
+        return None
+    a, b = (np.asarray(side, dtype=np.float64) - np.mean(side) for side in (x, y))
+    size = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / size if size > 0 else None
+
+
+def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """The correlation of ranks, equal values sharing the mean of theirs."""
+    return pearson(ranks(x), ranks(y))
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """1 for the smallest; equal values get the mean of the ranks that they take up."""
+    array = np.asarray(values, dtype=np.float64)
+    return [float((array < v).sum() + ((array == v).sum() + 1) / 2) for v in array]
+
+
+def wrong_pairs(cells: Sequence[dict[str, Any]], predictor: str, measured: str) -> tuple[list[str], int]:
+    """(pairs of policies that the predictor puts the wrong way round, worst first; all pairs).
+
+    Only policies at the same ratio or budget are compared: which of two is better there is the question.
+    """
+    found, pairs = [], 0
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for cell in cells:
+        groups.setdefault((cell["ratio"], cell["budget"]), []).append(cell)
+    for (ratio, budget), members in groups.items():
+        asked = f"ratio {ratio:g}" if ratio is not None else f"budget {budget}"
+        for a, b in itertools.combinations(members, 2):
+            pairs += 1
+            good, bad = (a, b) if a[predictor] < b[predictor] else (b, a)
+            gap = good[measured] - bad[measured]
+            if good[predictor] < bad[predictor] and gap > 0:
+                text = (
+                    f"{asked}: {good['policy']} before {bad['policy']}, measured "
+                    f"{good[measured]:.4g} and {bad[measured]:.4g}"
+                )
+                found.append((gap / max(abs(good[measured]), abs(bad[measured])), text))
+    return [text for _, text in sorted(found, key=lambda pair: -pair[0])], pairs

@@ -1,0 +1,105 @@
+"""Live: one run of the closed loop, from checked options to the Result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtool.errors import KvtoolError
+
+if TYPE_CHECKING:
+    from kvtool.result import Result
+    from kvtool.trace import Trace
+
+
+def live(
+    model: str | os.PathLike[str],
+    trace: str | Path | Trace,
+    policies: Many[str] = ("all",),
+    *,
+    ratios: Many[str | float | Fraction] = (),
+    budgets: Many[int] = (),
+    evict_at: int | None = None,
+    sinks: int = 4,
+    window: int = 32,
+    layers: Iterable[int] | None = None,
+    sequences: Iterable[int] | None = None,
+    precision: str = "float32",
+    calibrate: bool = False,
+    layer_errors: bool = False,
+    generate: int = 0,
+    answer: Many[str] = (),
+    other_weights: bool = False,
+    model_dtype: str | None = None,
+    online: bool = False,
+    chunk: int | None = None,
+    output: str | Path | None = None,
+    force: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
+    notes: Callable[[str], None] | None = None,
+) -> Result:
+    """Evict in the real model's cache exactly what replay would evict, and measure what the model then says.
+
+    Prints nothing. The controls `full` and `random` always run.
+
+    Args:
+        model: as for kvtool.capture; its weights must be those of the trace.
+        policies, ratios, budgets, evict_at, sinks, window, layers, sequences, precision: as for kvtool.replay.
+        calibrate: replay too, and hold its predictions against the measurement.
+        layer_errors: measure the attention outputs of every layer under eviction.
+        generate: tokens of the model's own greedy continuation per cell.
+        answer: a text or `LO:HI` rows whose likelihood is measured; one, or one per sequence.
+        other_weights: admit weight files with another digest; the keys must agree all the same.
+        model_dtype: of the run; by default the captured run's.
+        chunk: most tokens of one forward.
+        progress: called with (done, total, what); notes: with one sentence.
+
+    Raises:
+        KvtoolError: bad input of any kind, before anything is written; `model-differs`, `not-reproduced`.
+    """
+    from kvtool.capture.packages import require
+    from kvtool.replay.parts import Store
+    from kvtool.replay.plan import make_plan
+    from kvtool.replay.work import servable, work_of
+    from kvtool.trace import Trace, open_trace
+
+    require("transformers")
+    for name, value in (("--generate", generate), ("--chunk", 1 if chunk is None else chunk)):
+        if value < (0 if name == "--generate" else 1):
+            raise KvtoolError("usage", f"{name} {value} is too small")
+    plan = make_plan(
+        policies,
+        ratios=ratios,
+        budgets=budgets,
+        evict_at=evict_at,
+        sinks=sinks,
+        window=window,
+        precision=precision,
+    )
+    store = Store(Path(output), force) if output is not None else None
+    opened = trace if isinstance(trace, Trace) else open_trace(trace)
+    work = work_of(opened, plan, layers, sequences)
+    plan, warnings = servable(plan, work, optional="all" in policies)
+
+    from kvtool.capture.quiet import quiet
+    from kvtool.live.session import Options, Session
+
+    options = Options(calibrate, layer_errors, generate, tuple(answer), other_weights, model_dtype, online, chunk)
+    if store is not None:
+        store.open()
+    finished = False
+    try:
+        with quiet():
+            session = Session(os.fspath(model), opened, plan, work, options, progress, notes)
+            result = session.run(warnings)
+        if store is not None:
+            result.save(store.output)
+        finished = True
+    finally:
+        if store is not None:
+            store.close(finished=finished)
+    return result

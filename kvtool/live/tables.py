@@ -1,0 +1,149 @@
+"""Tables: outcomes of a live run as the entries of a Result."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from kvtool.live.answer import Answer
+from kvtool.live.loop import Outcome
+from kvtool.metrics import nullable
+from kvtool.replay.plan import Cell, Plan
+from kvtool.replay.unit import decision_entries
+from kvtool.result import COUNTS
+from kvtool.retained import RetainedSet
+from kvtool.trace import Sequence
+
+Entries = dict[str, list[dict[str, Any]]]
+
+
+def blank_tables() -> Entries:
+    """No entries yet."""
+    return {name: [] for name in ("cells", "layers", "rows", "steps", "calibration", "evict_steps")}
+
+
+def add_outcome(
+    tables: Entries,
+    plan: Plan,
+    cell: Cell,
+    sequence: Sequence,
+    retained: dict[int, RetainedSet],
+    outcome: Outcome,
+    answer: Answer | None,
+) -> None:
+    """One cell of one sequence, into every table."""
+    events = {layer: decided.events[0] for layer, decided in retained.items()}
+    achieved = {layer: int(event.achieved.min()) for layer, event in events.items()}
+    key = {"sequence": sequence.index, **cell.key(plan), "event": None}
+    ties = {layer: int(event.ties.sum()) for layer, event in events.items()}
+    candidates = {layer: int(event.candidates.shape[-1]) for layer, event in events.items()}
+    first = next(iter(events.values())).step
+    errors = outcome.layers
+    heads = [error.output_error for error in errors.values()]
+    layers = [error.layer_error for error in errors.values()]
+    tables["cells"].append(
+        {
+            **key,
+            "achieved": fmean(achieved.values()),
+            "oracle": cell.policy.oracle,
+            "candidates": fmean(candidates.values()),
+            "ties": sum(ties.values()),
+            **_measured(sequence, first, outcome),
+            **_answered(first, outcome, answer),
+            "closed_layer_error": _mean(torch.tensor(layers)) if layers else None,
+            "closed_output_error": _mean(torch.cat(heads)) if heads else None,
+        }
+    )
+    for layer, decided in retained.items():
+        place = {**key, "achieved": achieved[layer], "layer": layer}
+        found = errors.get(layer)
+        tables["layers"].append(
+            {
+                **place,
+                "candidates": candidates[layer],
+                "ties": ties[layer],
+                "closed_layer_error": None if found is None else found.layer_error,
+                "closed_output_error": None if found is None else _mean(found.output_error),
+            }
+        )
+        if found is not None:
+            per_kv_head = found.output_error.numel() // decided.evict_step.shape[0]
+            tables["rows"] += [
+                {**place, "kv_head": head // per_kv_head, "q_head": head, "closed_output_error": value}
+                for head, value in enumerate(nullable(found.output_error))
+            ]
+        tables["evict_steps"] += decision_entries(place, decided)
+    tables["steps"] += _steps({**key, "achieved": fmean(achieved.values())}, sequence, first, outcome)
+
+
+def _mean(values: torch.Tensor) -> float | None:
+    known = values[~values.isnan()]
+    return float(known.mean()) if known.numel() else None
+
+
+def _measured(sequence: Sequence, event: int, outcome: Outcome) -> dict[str, Any]:
+    """Means over the evaluated steps, those of an appended answer left out."""
+    found = outcome.predictions
+    kl, agree = found.kl[: sequence.length - event], found.agree[: sequence.length - event]
+    lost = (found.nll_evicted - found.nll_full)[: sequence.length - 1 - event]
+    targets = (sequence.attributes.get("gradients") or {}).get("targets")
+    drawn = kl[:0] if targets is None else kl[max(targets[0] - event, 0) : max(targets[1] - event, 0)]
+    return {
+        "evaluated_steps": kl.numel(),
+        "measured_kl": float(kl.mean()),
+        "measured_kl_max": float(kl.max()),
+        "measured_kl_targets": _mean(drawn),
+        "delta_nll": _mean(lost),
+        "nll_full": _mean(found.nll_full[: lost.numel()]),
+        "top1_agreement": float(agree.to(torch.float64).mean()),
+    }
+
+
+def _answered(event: int, outcome: Outcome, answer: Answer | None) -> dict[str, Any]:
+    """Likelihood of the answer, nats per token."""
+    if answer is None:
+        return dict.fromkeys(("answer_nll_full", "answer_nll", "answer_loss"))
+    span = slice(answer.low - 1 - event, answer.high - 1 - event)
+    full, evicted = (float(nll[span].mean()) for nll in (outcome.predictions.nll_full, outcome.predictions.nll_evicted))
+    return {"answer_nll_full": full, "answer_nll": evicted, "answer_loss": evicted - full}
+
+
+def _steps(key: dict[str, Any], sequence: Sequence, event: int, outcome: Outcome) -> list[dict[str, Any]]:
+    found = outcome.predictions
+    known = sequence.length - 1 - event  # the last row predicts a token that the trace does not hold
+    entries = []
+    for index in range(sequence.length - event):
+        known_next = index < known
+        entries.append(
+            {
+                **key,
+                "step": event + index,
+                "kl": float(found.kl[index]),
+                "top1_agrees": bool(found.agree[index]),
+                "nll_full": float(found.nll_full[index]) if known_next else None,
+                "nll": float(found.nll_evicted[index]) if known_next else None,
+            }
+        )
+    return entries
+
+
+def means(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For every cell the mean over its sequences, `sequence` null; texts belong to one sequence only."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for cell in cells:
+        groups.setdefault((cell["policy"], cell["ratio"], cell["budget"]), []).append(cell)
+    found = []
+    for members in groups.values():
+        mean = dict(members[0], sequence=None)
+        for column, value in mean.items():
+            if column in ("sequence", "policy", "ratio", "budget", "schedule", "evaluate", "event", "oracle"):
+                continue
+            known = [m[column] for m in members if m[column] is not None]
+            if isinstance(value, str) or not known or isinstance(known[0], str):
+                mean[column] = None
+            else:
+                mean[column] = sum(known) if column in (*COUNTS, "evaluated_steps") else fmean(known)
+        found.append(mean)
+    return found

@@ -1,0 +1,100 @@
+"""Summary of a live run, as plain values that tests can read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from kvtool.report.summary import CONTROLS
+from kvtool.result import Result
+
+
+@dataclass(frozen=True)
+class LiveSection:
+    """All policies at one ratio or budget, the least measured KL first; `full` closes the list."""
+
+    ratio: float | None
+    budget: int | None
+    cells: list[dict[str, Any]]
+
+    @property
+    def asked(self) -> str:
+        return f"ratio {self.ratio:g}" if self.ratio is not None else f"budget {self.budget}"
+
+
+def live_sections(result: Result) -> list[LiveSection]:
+    """One section per ratio or budget, in the order asked; means over sequences."""
+    grouped: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for cell in result.entries("cells"):
+        if cell["sequence"] is None:
+            grouped[cell["ratio"], cell["budget"]].append(cell)
+    return [
+        LiveSection(ratio, budget, sorted(cells, key=lambda c: (c["policy"] == "full", c["measured_kl"])))
+        for (ratio, budget), cells in grouped.items()
+    ]
+
+
+def live_verdicts(result: Result) -> list[str]:
+    """One sentence per ratio: which policy changes the model's predictions least."""
+    said = []
+    for section in live_sections(result):
+        contenders = [c for c in section.cells if not c["oracle"] and c["policy"] not in CONTROLS]
+        random = next((c for c in section.cells if c["policy"] == "random"), None)
+        if not contenders:
+            said.append(f"{section.asked}: no policy besides the controls and oracles was measured")
+            continue
+        best = contenders[0]
+        text = (
+            f"{section.asked}: {best['policy']} changes the model's predictions least, {best['measured_kl']:.4g} nats"
+        )
+        if random is not None and best["measured_kl"] > 0:
+            text += f", random {random['measured_kl'] / best['measured_kl']:.2g}x that"
+        if len(contenders) > 1:
+            text += f"; next {contenders[1]['policy']} {contenders[1]['measured_kl']:.4g}"
+        said.append(text)
+    return said
+
+
+@dataclass(frozen=True)
+class Parting:
+    """How far closed-loop errors of one layer are from the open-loop ones.
+
+    Attributes:
+        ratio: median over cells of closed / open error.
+        deviation: largest |closed / open - 1| over cells.
+    """
+
+    layer: int
+    open_error: float
+    closed_error: float
+    ratio: float
+    deviation: float
+
+
+def parting(result: Result) -> list[Parting]:
+    """By layer, from the query heads' errors; empty without --layer-errors and --calibrate."""
+    rows = result.entries("rows")
+    if not rows or "output_error" not in rows[0]:
+        return []
+    pairs: dict[int, dict[tuple, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row["output_error"] is not None and row["closed_output_error"] is not None:
+            cell = row["sequence"], row["policy"], row["ratio"], row["budget"]
+            pairs[row["layer"]][cell].append((row["output_error"], row["closed_output_error"]))
+    found = []
+    for layer, cells in sorted(pairs.items()):
+        sums = [(fmean(o for o, _ in heads), fmean(c for _, c in heads)) for heads in cells.values()]
+        ratios = [closed / opened for opened, closed in sums if opened > 0]
+        if ratios:
+            found.append(
+                Parting(
+                    layer,
+                    fmean(o for o, _ in sums),
+                    fmean(c for _, c in sums),
+                    median(ratios),
+                    max(abs(ratio - 1) for ratio in ratios),
+                )
+            )
+    return found
