@@ -43,6 +43,12 @@ def command(
         bool,
         typer.Option("--calibrate", help="Replay beside it; predicted against measured.", rich_help_panel=_MORE),
     ] = False,
+    kl_window: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--kl-window", help="With --calibrate: a further window of predicted_kl; repeatable.", rich_help_panel=_MORE
+        ),
+    ] = None,
     layer_errors: Annotated[
         bool, typer.Option("--layer-errors", help="Attention error of every layer.", rich_help_panel=_MORE)
     ] = False,
@@ -104,6 +110,7 @@ def command(
             layers=parse_ids(layers, "--layers"),
             sequences=parse_ids(sequences, "--sequences"),
             precision=precision,
+            kl_windows=kl_window or (),
             calibrate=calibrate,
             layer_errors=layer_errors,
             generate=generate,

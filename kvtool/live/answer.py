@@ -47,15 +47,22 @@ def find_answer(text: str, sequence: Sequence, event: int, encode: Callable[[str
         return Answer(low, high)
     if not text.strip():
         raise KvtoolError("usage", "--answer is empty", "give a text, or rows as LO:HI")
-    rows = range(event + 1, sequence.length)
-    pieces = [sequence.text(row) for row in rows]
-    place = "".join(pieces).find(text)
-    if place >= 0:
-        touched, end = [], 0
-        for row, piece in zip(rows, pieces, strict=True):
-            start, end = end, end + len(piece)
-            if start < place + len(text) and end > place:
-                touched.append(row)
-        return Answer(touched[0], touched[-1] + 1)
+    rows = _rows_of(text.encode(), sequence, event + 1)
+    if rows is not None:
+        return Answer(*rows)
     tokens = tuple(encode(text))
     return Answer(sequence.length, sequence.length + len(tokens), tokens)
+
+
+def _rows_of(text: bytes, sequence: Sequence, first: int) -> tuple[int, int] | None:
+    """Half-open range of the rows >= `first` that the first occurrence of `text` there touches, or None."""
+    if not sequence.has_array("text"):
+        return None
+    # Bytes, since one character may be spread over several tokens.
+    raw = sequence.array("text").numpy().tobytes()
+    ends: list[int] = sequence.array("text_offsets").tolist()  # row r is raw[ends[r] : ends[r + 1]]
+    place = raw.find(text, ends[first]) if first < sequence.length else -1
+    if place < 0:
+        return None
+    touched = [r for r in range(first, sequence.length) if ends[r] < place + len(text) and ends[r + 1] > place]
+    return touched[0], touched[-1] + 1

@@ -86,6 +86,7 @@ class Loop:
         with observed(ready.model, prefill):
             self._first = self._feed.push(tokens[:event])  # [V]
         self.key_error = self._check_keys(prefill)
+        prefill.keys.clear()  # the feed keeps its observer
         self._rotary = RotaryState(ready.model)
         self._run = tokens[event:] + list(appended)
         watched = Watched(self._geometries, event, layer_errors)

@@ -29,6 +29,7 @@ def live(
     layers: Iterable[int] | None = None,
     sequences: Iterable[int] | None = None,
     precision: str = "float32",
+    kl_windows: Many[int] = (),
     calibrate: bool = False,
     layer_errors: bool = False,
     generate: int = 0,
@@ -49,7 +50,7 @@ def live(
     Args:
         model: as for kvtool.capture; its weights must be those of the trace.
         policies, ratios, budgets, evict_at, sinks, window, layers, sequences, precision: as for kvtool.replay.
-        calibrate: replay too, and hold its predictions against the measurement.
+        calibrate: replay too, and hold its predictions against the measurement; `kl_windows` as for kvtool.replay.
         layer_errors: measure the attention outputs of every layer under eviction.
         generate: tokens of the model's own greedy continuation per cell.
         answer: a text or `LO:HI` rows whose likelihood is measured; one, or one per sequence.
@@ -79,6 +80,7 @@ def live(
         sinks=sinks,
         window=window,
         precision=precision,
+        kl_windows=kl_windows,
     )
     store = Store(Path(output), force) if output is not None else None
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
