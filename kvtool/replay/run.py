@@ -15,7 +15,7 @@ from kvtool.metrics import built_in_metrics
 from kvtool.replay.notes import sentences
 from kvtool.replay.parts import Part, Partials, Store
 from kvtool.replay.plan import Plan, make_plan
-from kvtool.replay.serving import missing_for
+from kvtool.replay.serving import donor_of, missing_for
 from kvtool.replay.unit import METRICS, run_unit
 from kvtool.result import COUNTS, Result, concatenate, table_of
 from kvtool.trace import Sequence, Trace, open_trace
@@ -156,7 +156,7 @@ def _servable(plan: Plan, work: list[tuple[Sequence, int, int]], optional: bool)
     """
     kept, warnings = [], []
     for label, policy in plan.policies:
-        reasons = (missing_for(policy, s.layer(layer_id), step) for s, layer_id, step in work)
+        reasons = (missing_for(policy, donor_of(s, layer_id), step) for s, layer_id, step in work)
         reason = next((r for r in reasons if r), None)
         if reason is None:
             kept.append((label, policy))

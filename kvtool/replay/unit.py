@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtool.errors import KvtoolError
 from kvtool.kernels.attention_mass.reference import attention_mass
 from kvtool.layer import Layer
 from kvtool.metrics import BUILT_IN, ages, built_in_metrics, evaluate_layer, nullable
@@ -27,9 +28,10 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int) -> Part:
     one cache only, and the donor's queries scored it.
     """
     layer = sequence.layer(layer_id, dtype=plan.dtype)
-    donor = layer
-    if layer.geometry.kv_source is not None:
-        donor = sequence.layer(layer.geometry.kv_source, dtype=plan.dtype)
+    source = layer.geometry.kv_source
+    donor = layer if source is None else sequence.layer(source, dtype=plan.dtype)
+    for each in {id(donor): donor, id(layer): layer}.values():
+        _refuse_nonsense(each, sequence.index)
     steps = layer.query_steps[layer.query_steps >= step]
     decided: list[RetainedSet] = []
     for label, policy in plan.policies:
@@ -46,15 +48,32 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int) -> Part:
         partial = {name: metric.partial(found, layer.geometry, retained) for name, metric in built_in_metrics().items()}
         heads, alone = _columns(partial)
         heads |= {"rho": [None] * layer.geometry.query_heads}  # one schema, whichever policies ran
-        heads |= {name: nullable(values) for name, values in event.diagnostics.items()}
+        if source is None:  # a donor's diagnostics speak of the donor's query heads
+            heads |= {name: nullable(values) for name, values in event.diagnostics.items()}
         counted = {"candidates": count, "ties": int(event.ties.sum())}
         tables["layers"].append({**key, **alone, **counted})
         tables["rows"] += _rows(key, layer, heads)
-        tables["ages"] += _ages(key, retained, layer, plan)
+        tables["ages"] += _ages(key, retained, donor, plan)
         tables["evict_steps"] += _evict_steps(key, retained)
         partials.append({**partial, "counts": {n: torch.tensor(v) for n, v in {**counted, "achieved": kept}.items()}})
-        notes += note_unit(cell, retained, layer.geometry, sequence.index)
+        notes += note_unit(cell, retained, donor.geometry, sequence.index, layer_id)
     return Part(tables, partials, notes)
+
+
+def _refuse_nonsense(layer: Layer, sequence: int) -> None:
+    """NaN and infinities are the trace's fault; found later they would be blamed on a policy."""
+    arrays = {"queries": layer.queries, "keys": layer.keys, "values": layer.values}
+    if layer.output_projection is not None:
+        arrays["output_projection"] = layer.output_projection
+    if layer.geometry.sink_logits is not None:
+        arrays["sink_logits"] = layer.geometry.sink_logits
+    for name, array in arrays.items():
+        if not bool(torch.isfinite(array).all()):
+            raise KvtoolError(
+                "not-finite",
+                f"{name} of sequence {sequence}, layer {layer.geometry.layer} hold NaN or infinity",
+                "kvtool inspect --verify says whether the trace is damaged",
+            )
 
 
 def _future_mass(layer: Layer, steps: Tensor) -> Tensor:
