@@ -38,8 +38,23 @@ PLACE = {
     "ages": {"layer": pa.int32(), "kv_head": pa.int32()},
     "evict_steps": {"layer": pa.int32(), "kv_head": pa.int32()},
 }
-# Whole numbers, summed where entries are put together.
-COUNTS = ("ties", "undefined_heads", "undefined_layers", "undefined_steps")
+# Columns that count something: whole numbers per entry; means of them over layers or sequences need not be.
+COUNTS = ("achieved", "candidates", "ties", "undefined_heads", "undefined_layers", "undefined_steps")
+
+
+def _kind(name: str, values: list[Any]) -> pa.DataType:
+    """The type of a column, from its name first: it must not depend on which layers or policies ran."""
+    if name == "evict_step" or name.endswith(("_histogram", "_at_risk")):
+        return pa.list_(pa.int32())
+    if name.startswith("survival_"):
+        return pa.list_(pa.float64())
+    if name in ("oracle", "frozen"):
+        return pa.bool_()
+    if name == "undefined_steps" or name.endswith(("_tokens", "_age_min", "_age_max")):
+        return pa.int64()
+    if any(isinstance(value, str) for value in values):
+        return pa.string()
+    return pa.float64()
 
 
 def _plain(value: Any) -> Any:
@@ -61,14 +76,7 @@ def table_of(name: str, entries: Iterable[Mapping[str, Any]]) -> pa.Table:
     }
     for key in others:
         values = [entry.get(key) for entry in entries]
-        kind = None
-        if key in COUNTS:
-            kind = pa.int64()
-        elif key == "evict_step":
-            kind = pa.list_(pa.int32())
-        elif all(v is None or isinstance(v, float) for v in values):
-            kind = pa.float64()
-        columns[key] = pa.array(values, type=kind)
+        columns[key] = pa.array(values, type=_kind(key, values))
     return pa.table(columns)
 
 
@@ -87,12 +95,13 @@ class Result:
     warnings: list[str] = field(default_factory=list)
 
     def entries(self, name: str) -> list[dict[str, Any]]:
-        """The table `name` as dictionaries; whole numbers in `achieved` come as integers."""
+        """The table `name` as dictionaries; counts that are whole come as integers."""
         found: list[dict[str, Any]] = self.tables[name].to_pylist()
+        counts = [column for column in COUNTS if column in self.tables[name].column_names]
         for entry in found:
-            achieved = entry.get("achieved")
-            if isinstance(achieved, float) and achieved.is_integer():
-                entry["achieved"] = int(achieved)
+            for column in counts:
+                if isinstance(entry[column], float) and entry[column].is_integer():
+                    entry[column] = int(entry[column])
         return found
 
     def document(self) -> dict[str, Any]:

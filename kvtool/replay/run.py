@@ -17,7 +17,7 @@ from kvtool.replay.parts import Part, Partials, Store
 from kvtool.replay.plan import Plan, make_plan
 from kvtool.replay.serving import donor_of, missing_for
 from kvtool.replay.unit import METRICS, run_unit
-from kvtool.result import COUNTS, Result, concatenate, table_of
+from kvtool.result import Result, concatenate, table_of
 from kvtool.trace import Sequence, Trace, open_trace
 from kvtool.words import spans
 
@@ -224,6 +224,6 @@ def _cells(plan: Plan, parts: list[tuple[int, Part]]) -> list[dict[str, Any]]:
             if column in key or column in ("sequence", "oracle"):
                 continue
             known = [entry[column] for entry in per_sequence if entry[column] is not None]
-            mean[column] = sum(known) if column in COUNTS else (fmean(known) if known else None)
+            mean[column] = fmean(known) if known else None
         entries += [*per_sequence, mean]
     return entries
