@@ -8,6 +8,23 @@ from fractions import Fraction
 
 from kvtool.errors import KvtoolError
 
+MOST_TOKENS = 2**31 - 1
+MOST_PLACES = 12  # decimals of a ratio: more cannot matter, and equal printed ratios must be equal ratios
+
+
+def _exact(text: str) -> Fraction:
+    """The decimal that was typed; huge exponents are refused before they are expanded."""
+    try:
+        decimal = Decimal(text)
+    except InvalidOperation:
+        decimal = Decimal("nan")
+    if not decimal.is_finite():
+        raise KvtoolError("usage", f"ratio {text!r} is not a number", "a ratio looks like 0.75")
+    exponent = decimal.normalize().as_tuple().exponent
+    if decimal.adjusted() > MOST_PLACES or (isinstance(exponent, int) and exponent < -MOST_PLACES):
+        raise KvtoolError("usage", f"ratio {text} has more than {MOST_PLACES} places", "a ratio looks like 0.75")
+    return Fraction(decimal)
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -23,10 +40,7 @@ class Budget:
     @classmethod
     def from_ratio(cls, ratio: str | float | Fraction) -> Budget:
         """Raises KvtoolError (`usage`) unless 0 <= ratio < 1."""
-        try:
-            exact = ratio if isinstance(ratio, Fraction) else Fraction(Decimal(str(ratio).strip()))
-        except (InvalidOperation, ValueError, OverflowError):
-            raise KvtoolError("usage", f"ratio {ratio!r} is not a number", "a ratio looks like 0.75") from None
+        exact = ratio if isinstance(ratio, Fraction) else _exact(str(ratio).strip())
         if not 0 <= exact < 1:
             raise KvtoolError(
                 "usage",
@@ -40,6 +54,8 @@ class Budget:
         """Raises KvtoolError (`usage`) below 1."""
         if tokens < 1:
             raise KvtoolError("usage", f"budget {tokens} keeps no token", "a budget is at least 1 token per KV head")
+        if tokens > MOST_TOKENS:
+            raise KvtoolError("usage", f"budget {tokens} is above {MOST_TOKENS}", "a budget is tokens per KV head")
         return cls(tokens=int(tokens))
 
     def resolve(self, candidates: int) -> int:

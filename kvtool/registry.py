@@ -15,6 +15,8 @@ from typing import Any
 
 from kvtool.errors import KvtoolError
 
+LARGEST = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
@@ -86,9 +88,14 @@ def _typed(value: str, annotation: Any) -> Any:
         return words[value.lower()]
     if annotation in (int, float):
         try:
-            return annotation(value)
+            number = annotation(value)
         except ValueError:
             raise ValueError("a whole number" if annotation is int else "a number") from None
+        if annotation is int and abs(number) > LARGEST:
+            raise ValueError(f"at most {LARGEST}")
+        if not -float("inf") < number < float("inf"):
+            raise ValueError("a finite number")
+        return number
     return value
 
 
@@ -112,6 +119,10 @@ def configure(cls: type, spec: Spec) -> Any:
             arguments[key] = _typed(text, fields[key])
         except ValueError as error:
             raise KvtoolError("policy-parameter", f"{spec.name}: {key}={text} should be {error}") from None
+    for f in dataclasses.fields(cls):
+        missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if f.init and missing and f.name not in arguments:
+            raise KvtoolError("policy-parameter", f"{spec.name} needs {f.name}", f"write {spec.name}:{f.name}=…")
     try:
         return cls(**arguments)
     except ValueError as error:
@@ -146,7 +157,7 @@ def _from_file(path: Path, class_name: str, noun: str) -> type:
     sys.modules[module_spec.name] = module  # dataclasses look their module up there
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise KvtoolError("policy-unknown", f"{path} failed to load: {type(error).__name__}: {error}") from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):

@@ -59,16 +59,32 @@ OWN = {
         "wrong_pairs": pa.list_(pa.string()),
     }
 }
-# Whole numbers, summed where entries are put together.
-COUNTS = ("ties", "undefined_heads", "undefined_layers", "undefined_steps")
-# Columns whose kind a table without a single value would not show.
+# Columns that count something: whole numbers per entry; means of them over layers or sequences need not be.
+COUNTS = ("achieved", "candidates", "ties", "undefined_heads", "undefined_layers", "undefined_steps")
+# Columns whose kind is not to be read off their values, which may all be null.
 KINDS = {
-    **dict.fromkeys(COUNTS, pa.int64()),
+    "undefined_steps": pa.int64(),
     **dict.fromkeys(("predicted_kl_block", "predicted_kl_steps", "predicted_kl_draws"), pa.int64()),
     **dict.fromkeys(("evict_step", "tokens"), pa.list_(pa.int32())),
     "shares": pa.list_(pa.float64()),
     "predicted_kl_partial": pa.string(),
+    **dict.fromkeys(("oracle", "frozen"), pa.bool_()),
 }
+
+
+def _kind(name: str, values: list[Any]) -> pa.DataType | None:
+    """The type of a column, from its name first: it must not depend on which layers or policies ran."""
+    if name in KINDS:
+        return KINDS[name]
+    if name.endswith(("_histogram", "_at_risk")):
+        return pa.list_(pa.int32())
+    if name.startswith("survival_"):
+        return pa.list_(pa.float64())
+    if name.endswith(("_tokens", "_age_min", "_age_max")):
+        return pa.int64()
+    if all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values):
+        return pa.float64()
+    return None
 
 
 def _plain(value: Any) -> Any:
@@ -90,10 +106,7 @@ def table_of(name: str, entries: Iterable[Mapping[str, Any]]) -> pa.Table:
     }
     for key in others:
         values = [entry.get(key) for entry in entries]
-        kind = KINDS.get(key)
-        if kind is None and all(v is None or isinstance(v, float) for v in values):
-            kind = pa.float64()
-        columns[key] = pa.array(values, type=kind)
+        columns[key] = pa.array(values, type=_kind(key, values))
     return pa.table(columns)
 
 
@@ -121,12 +134,13 @@ class Result:
     schema: str = SCHEMA
 
     def entries(self, name: str) -> list[dict[str, Any]]:
-        """The table `name` as dictionaries; whole numbers in `achieved` come as integers."""
+        """The table `name` as dictionaries; counts that are whole come as integers."""
         found: list[dict[str, Any]] = self.tables[name].to_pylist()
+        counts = [column for column in COUNTS if column in self.tables[name].column_names]
         for entry in found:
-            achieved = entry.get("achieved")
-            if isinstance(achieved, float) and achieved.is_integer():
-                entry["achieved"] = int(achieved)
+            for column in counts:
+                if isinstance(entry[column], float) and entry[column].is_integer():
+                    entry[column] = int(entry[column])
         return found
 
     def document(self) -> dict[str, Any]:

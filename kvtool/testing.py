@@ -22,11 +22,12 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 from kvtool.layer import Kind, Layer
 from kvtool.policies.policy import Policy, Protection
+from kvtool.replay.ask import scores_of
 from kvtool.rotation import Rotation
 from kvtool.selection import select
 from kvtool.view import View
 
-NEEDS = ("prompt-queries", "recent-queries", "rotation", "future-rotation")
+NEEDS = ("prompt-queries", "recent-queries", "rotation", "future-rotation", "output-projection")
 
 
 def example_layer(
@@ -90,8 +91,8 @@ def scores_at(policy: Policy, layer: Layer, step: int, steps_ahead: Tensor | Non
     if policy.oracle and steps_ahead is None:
         steps_ahead = torch.arange(step, layer.tokens)
     view = View.at(layer, step, steps_ahead if policy.oracle else None)
-    state = policy.observe(policy.start(layer.geometry), _past(layer, 0, step, view.steps_ahead))
-    return policy.score(state, view)
+    scores, _ = scores_of(type(policy).__name__, policy, layer, view)
+    return scores
 
 
 def check_policy(policy: Policy | type[Policy]) -> None:
@@ -108,7 +109,9 @@ def check_policy(policy: Policy | type[Policy]) -> None:
             _check_case(made, layer, step)
         except AssertionError as broken:
             raise AssertionError(f"{name} {broken} ({case}, event before row {step})") from None
-        except Exception as error:
+        except KvtoolError as error:
+            raise AssertionError(f"{name}: {error.message} ({case}, event before row {step})") from error
+        except (Exception, SystemExit) as error:
             raise AssertionError(
                 f"{name} raised {type(error).__name__}: {error} ({case}, event before row {step})"
             ) from error

@@ -105,6 +105,8 @@ class View:
     def positions(self, rows: Tensor) -> Tensor:
         """Rotary positions of `rows` (any shape), all before the event."""
         self._refuse_future(int(rows.max()) + 1 if rows.numel() else 0)
+        if rows.numel() and int(rows.min()) < 0:
+            raise KvtoolError("policy-broken", f"the policy asked for row {int(rows.min())}: rows count from 0")
         return self._layer.positions[rows]
 
     def next_positions(self, count: int) -> Tensor:

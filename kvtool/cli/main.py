@@ -58,6 +58,11 @@ def _say(message: str, hint: str | None, code: str) -> None:
             print(f"hint: {hint}", file=sys.stderr)
 
 
+def _interrupted() -> int:
+    _say("interrupted; nothing half-written was published", None, "interrupted")
+    return 130
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 good, 1 finding, 2 anything wrong, 130 interrupted."""
     global verbosity
@@ -65,17 +70,20 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         outcome = app(args=arguments, standalone_mode=False)
         sys.stdout.flush()
-        return outcome if isinstance(outcome, int) else 0
+        return _interrupted() if outcome == 130 else outcome if isinstance(outcome, int) else 0
     except KvtoolError as error:
         if verbosity >= 2:
             traceback.print_exc()
         _say(error.message, error.hint, error.code)
         return 2
     except (KeyboardInterrupt, typer.Abort):
-        _say("interrupted; nothing half-written was published", None, "interrupted")
-        return 130
+        return _interrupted()
     except typer.Exit as stop:
-        return stop.exit_code
+        # typer itself turns Ctrl-C into this exit code, without a word
+        return _interrupted() if stop.exit_code == 130 else stop.exit_code
+    except SystemExit as stop:
+        _say(f"something called sys.exit({stop.code!r}) inside the command", None, "internal")
+        return 2
     except BrokenPipeError:
         # The reader went away. Point stdout elsewhere so that the interpreter's own flush at
         # exit does not complain a second time.

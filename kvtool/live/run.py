@@ -88,7 +88,7 @@ def live(
     plan, warnings = servable(plan, work, optional="all" in policies)
 
     from kvtool.capture.quiet import quiet
-    from kvtool.live.session import Options, Session
+    from kvtool.live.closed_loop import ClosedLoop, Options
 
     options = Options(calibrate, layer_errors, generate, tuple(answer), other_weights, model_dtype, online, chunk)
     if store is not None:
@@ -96,8 +96,8 @@ def live(
     finished = False
     try:
         with quiet():
-            session = Session(os.fspath(model), opened, plan, work, options, progress, notes)
-            result = session.run(warnings)
+            loop = ClosedLoop(os.fspath(model), opened, plan, work, options, progress, notes)
+            result = loop.run(warnings)
         if store is not None:
             result.save(store.output)
         finished = True

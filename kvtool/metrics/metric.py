@@ -72,7 +72,7 @@ class Metric:
         return {}
 
     def average(self, cells: Sequence[dict[str, Number]]) -> dict[str, Number]:
-        """The cell columns of several sequences from what `combine` said of each: means, counts summed."""
+        """The cell columns of several sequences from what `combine` said of each: means."""
         return mean_over_sequences(cells)
 
 
@@ -88,15 +88,9 @@ def mean_of_defined(values: Tensor) -> float | None:
 
 
 def mean_over_sequences(cells: Sequence[dict[str, Number]]) -> dict[str, Number]:
-    """The unweighted mean of each cell column over sequences, those where it is undefined left out.
-
-    Whole numbers are counts and are summed.
-    """
+    """The unweighted mean of each cell column over sequences, those where it is undefined left out."""
     means: dict[str, Number] = {}
     for name in dict.fromkeys(name for cell in cells for name in cell):
         known = [value for cell in cells if (value := cell.get(name)) is not None]
-        if known and all(isinstance(value, int) for value in known):
-            means[name] = sum(known)
-        else:
-            means[name] = math.fsum(known) / len(known) if known else None
+        means[name] = math.fsum(known) / len(known) if known else None
     return means

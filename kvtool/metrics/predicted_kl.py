@@ -148,6 +148,8 @@ class PredictedKL(Metric):
         mean = mean_over_sequences(cells)
         known = [cell for cell in cells if cell["predicted_kl"] is not None]
         mean |= {"predicted_kl_se": None, "predicted_kl_low": None, "predicted_kl_high": None}
+        steps = [cell["predicted_kl_steps"] for cell in cells if cell["predicted_kl_steps"] is not None]
+        mean["predicted_kl_steps"] = sum(steps) if steps else None
         mean["predicted_kl_draws"] = min((cell["predicted_kl_draws"] or 0 for cell in known), default=None)
         errors = [cell["predicted_kl_se"] for cell in known]
         spread = [e for e in errors if e is not None]

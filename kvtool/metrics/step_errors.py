@@ -188,11 +188,14 @@ def measure(
             projected_full = None if projection is None else _project(block.full, projection)
             if output_gradients is not None and gradient_rows is not None:
                 slopes = _slopes(output_gradients, gradient_rows[rows])  # [H, b, S, Dv]
-            if not bool(torch.isfinite(squared_full).all()):
+            sound = bool(torch.isfinite(squared_full).all())
+            if projected_full is not None:
+                sound = sound and bool(torch.isfinite(projected_full).all())
+            if not sound:
                 where = "" if layer is None else f" in layer {layer}"
                 raise KvtoolError(
                     "not-finite",
-                    f"attention over all visible tokens is NaN or infinite{where}",
+                    f"attention over all visible tokens, or its projection, is NaN or infinite{where}",
                     "kvtool inspect --verify recomputes the stored output sample",
                 )
         into = collected[block.cell]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -57,7 +57,11 @@ class Capacity(Policy):
     horizon: int = 512
     group: Literal["mean", "max"] = "mean"
 
-    needs: ClassVar[tuple[str, ...]] = ("prompt-queries", "rotation", "future-rotation")
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        if self.statistics == "prompt":
+            return ("prompt-queries",)
+        return ("prompt-queries", "rotation", "future-rotation")
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -18,6 +18,11 @@ def _spell(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
 
 
+def _has_defaults(cls: type[Policy]) -> bool:
+    required = [f for f in dataclasses.fields(cls) if f.init]
+    return all(f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING for f in required)
+
+
 def describe_policies(names: list[str] | None = None) -> list[dict[str, Any]]:
     """Name, idea, documentation, traits and parameters of the named policies, or of all built-in ones.
 
@@ -36,9 +41,13 @@ def describe_policies(names: list[str] | None = None) -> list[dict[str, Any]]:
                 "idea": text.split("\n\n")[0].replace("\n", " "),
                 "text": text,
                 "oracle": cls.oracle,
-                "needs": list(cls.needs),
+                "needs": list(cls().needs) if _has_defaults(cls) else [],
                 "parameters": [
-                    {"name": f.name, "type": _spell(hints[f.name]), "default": f.default}
+                    {
+                        "name": f.name,
+                        "type": _spell(hints[f.name]),
+                        "default": None if f.default is dataclasses.MISSING else f.default,
+                    }
                     for f in dataclasses.fields(cls)
                     if f.init
                 ],

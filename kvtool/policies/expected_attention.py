@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,10 @@ class ExpectedAttention(Policy):
     exact: bool = False
     group: Reducer = "mean"
 
-    needs: ClassVar[tuple[str, ...]] = ("prompt-queries", "rotation", "future-rotation")
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        base = ("prompt-queries", "rotation", "future-rotation")
+        return (*base, "output-projection") if self.value == "projected" else base
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -19,6 +19,10 @@ class Protection:
     sinks: int = 0
     window: int = 0
 
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.window < 0:
+            raise ValueError(f"protection cannot be negative: {self.sinks} sinks, window {self.window}")
+
     def union(self, other: Protection) -> Protection:
         return Protection(max(self.sinks, other.sinks), max(self.window, other.window))
 
@@ -36,7 +40,8 @@ class Policy:
             one ranking decides all budgets. False where `protection` depends on the budget.
         keeps_all: never evicts, whatever the budget (the control).
         needs: what a trace must hold, of `prompt-queries` (all queries before the event),
-            `recent-queries` (those of the last steps), `rotation`, `future-rotation`.
+            `recent-queries` (those of the last steps), `rotation`, `future-rotation`,
+            `output-projection`. A property where it depends on the parameters.
     """
 
     oracle: ClassVar[bool] = False
@@ -59,6 +64,10 @@ class Policy:
     def score(self, state: Any, view: View) -> Tensor:
         """[Hk, N] in view.dtype or wider, one score per candidate in `view.tokens`; higher is kept."""
         raise KvtoolError("policy-broken", f"{type(self).__name__} defines no score")
+
+    def queries_back(self, step: int) -> int:
+        """How many of the queries just before `step` are read; derived from `needs` unless overridden."""
+        return step if "prompt-queries" in self.needs else 1 if "recent-queries" in self.needs else 0
 
     def skips(self, geometry: Geometry) -> bool:
         """Whether this layer is left whole, whatever the budget."""

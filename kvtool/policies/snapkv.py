@@ -42,6 +42,9 @@ class SnapKV(Policy):
 
     needs: ClassVar[tuple[str, ...]] = ("recent-queries",)
 
+    def queries_back(self, step: int) -> int:
+        return min(self.window, step)
+
     def __post_init__(self) -> None:
         check_choices(self)
         check_at_least(self, 1, "window", "kernel")

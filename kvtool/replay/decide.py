@@ -10,9 +10,17 @@ from kvtool.budget import Budget
 from kvtool.errors import KvtoolError
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
+from kvtool.replay.ask import protection_of, scores_of
 from kvtool.retained import Event, RetainedSet
 from kvtool.selection import NaNScore, Ranking, cut, rank
+from kvtool.trace import Sequence
 from kvtool.view import View
+
+
+def donor_of(sequence: Sequence, layer: Layer) -> Layer:
+    """The layer whose cache `layer` reads: its own, or its donor's."""
+    source = layer.geometry.kv_source
+    return layer if source is None else sequence.layer(source, dtype=layer.dtype)
 
 
 def decide(
@@ -44,11 +52,13 @@ def decide(
     kept_all = RetainedSet.keep_all(geometry.kv_heads, layer.tokens)
     if policy.skips(geometry):
         return [_untouched(kept_all, view, protection) for _ in budgets]
-    scores, diagnostics = score(layer, label, policy, view)
+    scores, diagnostics = scores_of(label, policy, layer, view)
+    shields: list[Protection] = []
     decided = []
     for budget in budgets:
         allowed = allocator.allocate(budget, count, geometry.kv_heads)
-        shield = protection.union(policy.protection(allowed[0]))
+        shields.append(protection.union(protection_of(label, policy, layer, view, allowed[0])))
+        shield = shields[-1]
         selection = cut(_ranked(label, scores, view, shield), allowed)
         evict_step = kept_all.evict_step.clone()
         evict_step.scatter_(1, view.tokens, torch.where(selection.keep, layer.tokens, step).to(torch.int32))
@@ -62,28 +72,12 @@ def decide(
             sinks=shield.sinks,
             window=shield.window,
             overfull=selection.overfull,
-            ranking=selection.ranking if policy.nested else None,
+            # one ranking for all budgets only where the protection does not depend on the budget
+            ranking=selection.ranking if policy.nested and shield == shields[0] else None,
             diagnostics=diagnostics,
         )
         decided.append(RetainedSet(evict_step, [event]))
     return decided
-
-
-def score(layer: Layer, label: str, policy: Policy, view: View) -> tuple[Tensor, dict[str, Tensor]]:
-    """Checked scores [Hk, N] and diagnostics of `policy` at `view`, its state built up from the start."""
-    geometry = layer.geometry
-    state = policy.start(geometry)
-    rows = torch.arange(view.step).expand(geometry.kv_heads, -1)
-    past = View(layer, view.step, rows, 0, torch.full_like(rows, layer.tokens), view.steps_ahead)
-    state = policy.observe(state, past)
-    scores = policy.score(state, view)
-    if not isinstance(scores, Tensor) or scores.shape != view.tokens.shape or not scores.is_floating_point():
-        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise KvtoolError(
-            "policy-broken",
-            f"{label} gave scores {shape} at layer {geometry.layer}, expected floats {list(view.tokens.shape)}",
-        )
-    return scores, policy.diagnose(state, view)
 
 
 def _ranked(label: str, scores: Tensor, view: View, shield: Protection) -> Ranking:

@@ -116,7 +116,7 @@ def _cells(plan: Plan, work: Work, parts: list[Part], covered: Mapping[int, Cove
             mean |= dict.fromkeys(mean.keys() & by_metric[PredictedKL.name][0].keys())
         mean["achieved"] = fmean(entry["achieved"] for entry in per_sequence)
         mean["candidates"] = fmean(entry["candidates"] for entry in per_sequence)
-        mean["ties"] = sum(entry["ties"] for entry in per_sequence)
+        mean["ties"] = fmean(entry["ties"] for entry in per_sequence)
         entries += [*per_sequence, {**mean, **_described(together)}]
     return entries
 

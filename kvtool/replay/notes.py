@@ -12,14 +12,14 @@ from kvtool.retained import RetainedSet
 Kind = Literal["overfull", "no-effect"]
 
 
-def note_unit(cell: Cell, retained: RetainedSet, geometry: Geometry, sequence: int) -> list[dict[str, Any]]:
-    """The notes on one cell of one unit, as plain values."""
+def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int, layer: int) -> list[dict[str, Any]]:
+    """The notes on one cell of one unit, as plain values; `donor` is the layer that was scored."""
     (event,) = retained.events
     kinds: list[Kind] = []
     if event.overfull:
         kinds.append("overfull")
     asked = cell.budget.ratio is None or cell.budget.ratio > 0
-    if asked and not cell.policy.skips(geometry) and bool((retained.evict_step == retained.tokens).all()):
+    if asked and not cell.policy.skips(donor) and bool((retained.evict_step == retained.tokens).all()):
         kinds.append("no-effect")
     return [
         {
@@ -28,7 +28,7 @@ def note_unit(cell: Cell, retained: RetainedSet, geometry: Geometry, sequence: i
             "asked": f"ratio {cell.budget}" if cell.budget.ratio is not None else f"budget {cell.budget.tokens}",
             "allowed": int(event.budget.min()),
             "sequence": sequence,
-            "layer": geometry.layer,
+            "layer": layer,
         }
         for kind in kinds
     ]

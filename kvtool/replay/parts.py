@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
 from kvtool.files import Lock, write_durably, writing
 from kvtool.result import read_parquet, table_of, write_parquet
 
+TABLE_FILES = tuple(f"{name}.parquet" for name in ("layers", "rows", "ages", "evict_steps"))
 Partials = list[dict[str, dict[str, Tensor]]]  # [cell][metric][field]
 
 
@@ -70,14 +73,20 @@ class Store:
         return self.folder / f"{name}-{key[:24]}"
 
     def load(self, name: str, key: str) -> Part | None:
-        """The part of that name and key, or None where it was not finished."""
-        path = self._path(name, key)
-        if not path.is_dir():
-            return None
-        import torch
+        """The part of that name and key; None where it was not finished or is not what was written.
 
-        tables = {n: read_parquet(path / f"{n}.parquet") for n in ("layers", "rows", "ages", "evict_steps")}
-        notes = json.loads((path / "notes.json").read_text())
+        A damaged part is worth nothing and costs a few seconds: it is computed again.
+        """
+        path = self._path(name, key)
+        try:
+            sealed = json.loads((path / "part.json").read_text())
+            files = {file: (path / file).read_bytes() for file in (*TABLE_FILES, "partials.npz")}
+            sound = sealed["files"] == {file: hashlib.sha256(raw).hexdigest() for file, raw in files.items()}
+        except (OSError, ValueError, KeyError, TypeError):
+            sound = False
+        if not sound:
+            shutil.rmtree(path, ignore_errors=True)
+            return None
         partials: Partials = []
         with np.load(path / "partials.npz", allow_pickle=False) as archive:
             for entry in archive.files:
@@ -85,7 +94,8 @@ class Store:
                 while len(partials) <= int(cell):
                     partials.append({})
                 partials[int(cell)].setdefault(metric, {})[name_of_field] = torch.from_numpy(archive[entry])
-        return Part(tables, partials, notes)
+        tables = {file.removesuffix(".parquet"): read_parquet(path / file) for file in TABLE_FILES}
+        return Part(tables, partials, sealed["notes"])
 
     def save(self, name: str, key: str, part: Part) -> None:
         """Publish a finished part.
@@ -98,8 +108,10 @@ class Store:
         try:
             with writing(path):
                 temporary.mkdir(parents=True, exist_ok=True)
+                digests = {}
                 for table, entries in part.tables.items():
-                    write_parquet(table_of(table, entries), temporary / f"{table}.parquet")
+                    file = f"{table}.parquet"
+                    digests[file] = write_parquet(table_of(table, entries), temporary / file)
                 buffer = io.BytesIO()
                 arrays = {
                     f"{cell}/{metric}/{name}": value.numpy()
@@ -108,8 +120,10 @@ class Store:
                     for name, value in fields.items()
                 }
                 np.savez(buffer, **arrays)  # type: ignore[arg-type]
+                digests["partials.npz"] = hashlib.sha256(buffer.getvalue()).hexdigest()
                 write_durably(temporary / "partials.npz", buffer.getvalue())
-                write_durably(temporary / "notes.json", json.dumps(part.notes).encode())
+                sealed = {"files": digests, "notes": part.notes}
+                write_durably(temporary / "part.json", json.dumps(sealed).encode())
                 os.rename(temporary, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

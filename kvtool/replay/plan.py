@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvtool.budget import Budget
+from kvtool.budget import MOST_TOKENS, Budget
 from kvtool.errors import KvtoolError
 from kvtool.manifest import parameters, source_digest
 from kvtool.metrics.predicted_kl import WINDOW
@@ -128,6 +128,8 @@ def make_plan(
         raise KvtoolError("usage", "--ratio and --budget were both given", "give one: a share evicted, or tokens kept")
     if sinks < 0 or window < 0:
         raise KvtoolError("usage", f"--sinks {sinks} --window {window}: protection cannot be negative")
+    if max(sinks, window) > MOST_TOKENS:
+        raise KvtoolError("usage", f"--sinks {sinks} --window {window}: above {MOST_TOKENS} tokens")
     if evaluate not in ("live", "pool"):
         raise KvtoolError("usage", f"--evaluate {evaluate} is unknown", did_you_mean(evaluate, ["live", "pool"]))
     if precision not in DTYPES:

@@ -8,6 +8,7 @@ from typing import Any
 from kvtool.layer import Layer
 from kvtool.metrics import PredictedKL, columns
 from kvtool.policies import BUILT_IN, Policy, policy_from_text
+from kvtool.replay.decide import donor_of
 from kvtool.rotation import Rotation
 
 
@@ -26,24 +27,28 @@ class Serving:
     reason: str | None
 
 
-def missing_for(policy: Policy, layer: Layer, step: int) -> str | None:
-    """What `policy` needs at an event before `step` and the layer does not hold, or None."""
-    steps, geometry = layer.query_steps, layer.geometry
-    before = int((steps < step).sum())
-    where = f"layer {geometry.layer}"
-    if "prompt-queries" in policy.needs and before < step:
-        return f"{where} holds {before} of the {step} queries before the event (captured without --queries all)"
-    if "recent-queries" in policy.needs and not bool((steps == step - 1).any()):
-        return f"{where} does not hold the query just before the event (captured without --queries all)"
+def missing_for(policy: Policy, donor: Layer, step: int) -> str | None:
+    """What `policy` needs at an event before `step` and the layer does not hold, or None.
+
+    Args:
+        donor: the layer whose keys, values and queries are scored: the layer itself, or the one whose
+            cache it reads.
+    """
+    if policy.skips(donor.geometry):
+        return None
+    steps, geometry = donor.query_steps, donor.geometry
+    where, wanted = f"layer {geometry.layer}", policy.queries_back(step)
+    held = int(((steps < step) & (steps >= step - wanted)).sum())
+    if held < wanted:
+        return f"{where} holds {held} of the {wanted} queries before the event (captured without --queries all)"
     if "rotation" in policy.needs and geometry.rotation is None:
         return f"{where} does not say how queries and keys were rotated"
-    if (
-        "future-rotation" in policy.needs
-        and isinstance(geometry.rotation, Rotation)
-        and not geometry.rotation.by_position
-    ):
+    recorded = isinstance(geometry.rotation, Rotation) and not geometry.rotation.by_position
+    if "future-rotation" in policy.needs and recorded:
         return f"{where} has a rotation that is known for its own rows only, not for future positions"
-    if policy.oracle and before == steps.numel():
+    if "output-projection" in policy.needs and not donor.has("output_projection"):
+        return f"{where} has no output projection"
+    if policy.oracle and not bool((steps >= step).any()):
         return f"{where} has no query after the event, and an oracle needs the future"
     return None
 
@@ -52,9 +57,10 @@ def serving(trace: Any) -> list[Serving]:
     """For every built-in policy and every metric column: can this trace serve it at the end of its prompts?"""
     found: list[Serving] = []
     layers = [(s, s.layer(layer_id)) for s in trace.sequences for layer_id in s.layer_ids]
+    donors = [(s, donor_of(s, layer)) for s, layer in layers]
     for name in BUILT_IN:
         _, policy = policy_from_text(name)
-        reasons = (missing_for(policy, layer, s.prompt_length) for s, layer in layers)
+        reasons = (missing_for(policy, donor, s.prompt_length) for s, donor in donors)
         reason = next((r for r in reasons if r), None)
         found.append(Serving(name, "policy", reason is None, reason))
     unasked = next(

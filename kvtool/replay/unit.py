@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtool.errors import KvtoolError
 from kvtool.kernels.attention_mass.reference import attention_mass
 from kvtool.layer import Layer
 from kvtool.metrics import BUILT_IN, ages, built_in_metrics, evaluate_layer, nullable
-from kvtool.replay.decide import decide
+from kvtool.replay.decide import decide, donor_of
 from kvtool.replay.notes import note_unit
 from kvtool.replay.parts import Part, Partials
 from kvtool.replay.plan import Plan
@@ -23,6 +24,9 @@ METRICS: dict[str, int] = {name: built_in_metrics()[name].version for name in BU
 def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int) -> Part:
     """Decide and measure every cell of the plan on one layer, with one event before query `step`."""
     layer = sequence.layer(layer_id, dtype=plan.dtype)
+    donor = donor_of(sequence, layer)
+    for each in {id(donor): donor, id(layer): layer}.values():
+        _refuse_nonsense(each, sequence.index)
     steps = layer.query_steps[layer.query_steps >= step]
     decided = decide_cells(sequence, layer, plan, step)
     errors = evaluate_layer(layer, decided, steps, mode=plan.evaluate, future_mass=_future_mass(layer, steps))
@@ -38,14 +42,15 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int) -> Part:
         block = None if found.gradients is None else found.gradients.block
         heads |= {"predicted_kl_block": [block] * layer.geometry.query_heads}
         heads |= {"rho": [None] * layer.geometry.query_heads}  # one schema, whichever policies ran
-        heads |= {name: nullable(values) for name, values in event.diagnostics.items()}
+        if donor is layer:  # a donor's diagnostics speak of the donor's query heads
+            heads |= {name: nullable(values) for name, values in event.diagnostics.items()}
         counted = {"candidates": count, "ties": int(event.ties.sum())}
         tables["layers"].append({**key, **alone, "predicted_kl_block": block, **counted})
         tables["rows"] += _rows(key, layer, heads)
-        tables["ages"] += _ages(key, retained, layer, plan)
+        tables["ages"] += _ages(key, retained, donor, plan)
         tables["evict_steps"] += decision_entries(key, retained)
         partials.append({**partial, "counts": {n: torch.tensor(v) for n, v in {**counted, "achieved": kept}.items()}})
-        notes += note_unit(cell, retained, layer.geometry, sequence.index)
+        notes += note_unit(cell, retained, donor.geometry, sequence.index, layer_id)
     return Part(tables, partials, notes)
 
 
@@ -55,14 +60,28 @@ def decide_cells(sequence: Sequence, layer: Layer, plan: Plan, step: int) -> lis
     A layer that reads another's keys and values inherits that layer's decisions: the token is in
     one cache only, and the donor's queries scored it.
     """
-    donor = layer
-    if layer.geometry.kv_source is not None:
-        donor = sequence.layer(layer.geometry.kv_source, dtype=plan.dtype)
+    donor = donor_of(sequence, layer)
     ahead = donor.query_steps[donor.query_steps >= step]
     decided: list[RetainedSet] = []
     for label, policy in plan.policies:
         decided += decide(donor, label, policy, plan.budgets, step, plan.protection, ahead)
     return decided
+
+
+def _refuse_nonsense(layer: Layer, sequence: int) -> None:
+    """NaN and infinities are the trace's fault; found later they would be blamed on a policy."""
+    arrays = {"queries": layer.queries, "keys": layer.keys, "values": layer.values}
+    if layer.output_projection is not None:
+        arrays["output_projection"] = layer.output_projection
+    if layer.geometry.sink_logits is not None:
+        arrays["sink_logits"] = layer.geometry.sink_logits
+    for name, array in arrays.items():
+        if not bool(torch.isfinite(array).all()):
+            raise KvtoolError(
+                "not-finite",
+                f"{name} of sequence {sequence}, layer {layer.geometry.layer} hold NaN or infinity",
+                "kvtool inspect --verify says whether the trace is damaged",
+            )
 
 
 def _future_mass(layer: Layer, steps: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvtool.errors import KvtoolError
+from kvtool.replay.decide import donor_of
 from kvtool.replay.plan import Plan
 from kvtool.replay.serving import missing_for
 from kvtool.trace import Sequence, Trace
@@ -61,7 +62,7 @@ def servable(plan: Plan, work: list[tuple[Sequence, int, int]], optional: bool) 
     """
     kept, warnings = [], []
     for label, policy in plan.policies:
-        reasons = (missing_for(policy, s.layer(layer_id), step) for s, layer_id, step in work)
+        reasons = (missing_for(policy, donor_of(s, s.layer(layer_id)), step) for s, layer_id, step in work)
         reason = next((r for r in reasons if r), None)
         if reason is None:
             kept.append((label, policy))

@@ -39,7 +39,7 @@ class Line:
     mass_regret: float | None
     achieved: float | None
     candidates: float | None
-    ties: int
+    ties: float
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def _line(table: Table, line: Line, best: bool, kl: bool) -> None:
         _number(line.evicted_mass),
         _number(line.mass_regret, 2),
         kept,
-        str(line.ties),
+        f"{line.ties:g}",
         style="bold" if best else ("dim" if line.oracle or line.policy in ("full", "random") else None),
     )
 

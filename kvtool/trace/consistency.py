@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from torch import Tensor
+
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry
 from kvtool.rotation import Rotation
@@ -35,6 +37,15 @@ def _shaped(tree: Tree, path: str, names: Mapping[str, str]) -> None:
         expect_shapes(**{name: (tree.arrays.get(f"{path}/{name}"), dims) for name, dims in names.items()})
     except KvtoolError as error:
         raise KvtoolError("trace-unsafe", f"{path}: {error.message}") from None
+
+
+def steps_fault(steps: Tensor, count: int) -> str | None:
+    """What is wrong with query steps [Tq] of a sequence of `count` rows, or None."""
+    if not steps.numel():
+        return None
+    if bool((steps[1:] <= steps[:-1]).any()) or int(steps[0]) < 0 or int(steps[-1]) >= count:
+        return f"query steps that do not ascend within 0 to {count - 1}"
+    return None
 
 
 def check_sequence(tree: Tree, path: str, length: int) -> None:

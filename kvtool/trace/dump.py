@@ -22,9 +22,9 @@ TOP_KEYS = ("model", "prompt_length", "layers")
 LAYER_KEYS = ("scale", "softcap", "window", "kind", "kv_source", "keys_rotated", "rotation")
 LAYER_TENSORS = ("queries", "keys", "values", "query_steps", "sink_logits", "output_sample")
 
-_SEQUENCE = re.compile(r"sequences\.(\d{1,6})\.(tokens|positions)\Z")
-_LAYER = re.compile(rf"sequences\.(\d{{1,6}})\.layers\.(\d{{1,6}})\.({'|'.join(LAYER_TENSORS)})\Z")
-_PROJECTION = re.compile(r"model\.layers\.(\d{1,6})\.output_projection\Z")
+_SEQUENCE = re.compile(r"sequences\.(0|[1-9]\d{0,5})\.(tokens|positions)\Z")
+_LAYER = re.compile(rf"sequences\.(0|[1-9]\d{{0,5}})\.layers\.(0|[1-9]\d{{0,5}})\.({'|'.join(LAYER_TENSORS)})\Z")
+_PROJECTION = re.compile(r"model\.layers\.(0|[1-9]\d{0,5})\.output_projection\Z")
 _KNOWN = (
     "known tensors: sequences.<n>.tokens, sequences.<n>.positions, model.layers.<l>.output_projection, "
     "sequences.<n>.layers.<l>." + "|".join(LAYER_TENSORS)

@@ -41,6 +41,9 @@ def load_trace(root: Path) -> Trace:
     if not isinstance(manifest, dict):
         raise KvtoolError("trace-unsafe", f"{root} has no manifest in the attribute {ATTRIBUTE}")
     refuse_newer(manifest.get("format"), root)
+    for name in ("model", "tokenizer", "capture"):
+        if not isinstance(manifest.get(name, {}), dict | None):
+            raise KvtoolError("trace-unsafe", f"{root} has a manifest whose {name} is no object")
     trace = Trace(root, commit, tree, manifest)
     numbers = sorted(int(found[1]) for group in tree.groups if (found := re.match(r"sequences/(\d+)\Z", group)))
     if not numbers or numbers != list(range(len(numbers))):

@@ -17,6 +17,7 @@ from kvtool.layer import Geometry, Gradients, Layer
 from kvtool.rotation import Rotation
 from kvtool.trace.array import read_array
 from kvtool.trace.commit import Commit
+from kvtool.trace.consistency import steps_fault
 from kvtool.trace.layout import FLOATS, layer_path, projection_path, sequence_path
 from kvtool.trace.metadata import Tree
 
@@ -191,13 +192,25 @@ class Sequence:
             tokens=self.length,
             prompt_length=self.prompt_length,
             positions=self.positions,
-            query_steps=self.array("query_steps", layer_id),
+            query_steps=self.query_steps(layer_id),
             prompt_digest=self.prompt_digest,
             loaders=loaders,
             dtype=dtype,
             gradients=self.gradients if drawn else None,
             gradient_steps=self.array("gradient_steps", layer_id) if drawn else None,
         )
+
+    def query_steps(self, layer_id: int) -> Tensor:
+        """[Tq] int64, the rows whose queries are stored, ascending.
+
+        Raises:
+            KvtoolError: code `trace-unsafe` where they do not ascend within the sequence.
+        """
+        steps = self.array("query_steps", layer_id)
+        fault = steps_fault(steps, self.length)
+        if fault is not None:
+            raise KvtoolError("trace-unsafe", f"layer {layer_id} of sequence {self.index} has {fault}")
+        return steps
 
     def _keys(self, donor: int) -> Tensor:
         keys = self.array("keys", donor)

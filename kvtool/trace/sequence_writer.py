@@ -16,6 +16,7 @@ from kvtool.layer import Geometry, Gradients
 from kvtool.shapes import expect_shapes
 from kvtool.trace.array import create_group, write_array, write_heads
 from kvtool.trace.attributes import layer_attributes
+from kvtool.trace.consistency import steps_fault
 from kvtool.trace.gradients import gradient_attributes, stored_gradients
 from kvtool.trace.layout import ATTRIBUTE, layer_path, sequence_path, to_numpy
 from kvtool.trace.publish import WRITING
@@ -161,8 +162,9 @@ class SequenceWriter:
         """The layer's query steps [Tq], after everything it appended was found to fit."""
         geometry = self._geometries[layer]
         steps = torch.cat([torch.empty(0, dtype=torch.int64), *self._steps[layer]])
-        if len(steps) and (bool((steps.diff() <= 0).any()) or int(steps[0]) < 0 or int(steps[-1]) >= count):
-            raise KvtoolError("shape", f"layer {layer} has query steps that do not ascend within 0 to {count - 1}")
+        fault = steps_fault(steps, count)
+        if fault is not None:
+            raise KvtoolError("shape", f"layer {layer} has {fault}")
         for name in ("keys", "values"):
             rows = self._spools[layer, name].rows
             if rows != (count if geometry.kv_source is None else 0):
@@ -241,6 +243,8 @@ class SequenceWriter:
         yield "query_steps", steps
         if geometry.sink_logits is not None:
             expect_shapes(sink_logits=(geometry.sink_logits, str(geometry.query_heads)))
+            if not bool(torch.isfinite(geometry.sink_logits).all()):
+                raise KvtoolError("not-finite", f"the sink logits of layer {geometry.layer} hold NaN or infinity")
             yield "sink_logits", geometry.sink_logits.detach().to(torch.float32)
         rotation = geometry.rotation
         if rotation is not None and not isinstance(rotation, str) and rotation.cos is not None:

@@ -91,7 +91,8 @@ class TraceWriter:
 
     def output_projection(self, layer: int, projection: Tensor) -> None:
         """Store a layer's output projection [H, Dv, M] bit by bit, in its own dtype (float32, float16 or bfloat16)."""
-        expect_shapes(output_projection=(projection, "H Dv M"))
+        if not expect_shapes(output_projection=(projection, "H Dv M"))["M"]:
+            raise KvtoolError("shape", f"the output projection of layer {layer} has no outputs")
         if dtype_name(projection.dtype) not in FLOATS:
             raise KvtoolError("dtype", f"an output projection in {dtype_name(projection.dtype)} cannot be stored")
         if not bool(torch.isfinite(projection).all()):
@@ -119,6 +120,10 @@ class TraceWriter:
         """
         if self._sequences and not self._sequences[-1].finished:
             raise KvtoolError("internal", f"sequence {len(self._sequences) - 1} is not finished yet")
+        for layer, geometry in geometries.items():
+            sizes = (geometry.query_heads, geometry.kv_heads, geometry.key_dim, geometry.value_dim)
+            if min(sizes) < 1:
+                raise KvtoolError("shape", f"layer {layer} has [H, Hk, D, Dv] = {list(sizes)}: none may be 0")
         rotated = dict.fromkeys(geometries, keys_rotated) if isinstance(keys_rotated, bool) else dict(keys_rotated)
         sequence = SequenceWriter(
             self, len(self._sequences), geometries, prompt_length, _json(attributes or {}, "attributes"), rotated

@@ -11,7 +11,7 @@ import torch
 import kvtool
 from kvtool.cli.main import run as command
 from kvtool.errors import KvtoolError
-from kvtool.live import live, session
+from kvtool.live import closed_loop, live
 from kvtool.replay import replay
 from kvtool.result import LIVE, SCHEMAS, Result
 
@@ -241,7 +241,7 @@ def test_other_models_are_refused(folder, traced):
 
 
 def test_a_loop_that_does_not_reproduce_the_model_is_refused(folder, traced, monkeypatch, tmp_path):
-    monkeypatch.setitem(session.BOUNDS, torch.float32, -1.0)
+    monkeypatch.setitem(closed_loop.BOUNDS, torch.float32, -1.0)
     with pytest.raises(KvtoolError, match="with nothing evicted") as caught:
         live(folder("llama"), traced("llama"), ["knorm"], output=tmp_path / "r")
     assert caught.value.code == "not-reproduced"

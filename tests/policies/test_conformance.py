@@ -155,12 +155,12 @@ def test_a_good_policy_conforms_as_class_and_as_instance():
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
-        (HalfPrecision, "float32 or wider"),
-        (PerQueryHead, r"expected \[Hk, N\]"),
+        (HalfPrecision, "float16 scores, expected float32 or float64"),
+        (PerQueryHead, r"expected \[2, "),
         (PeeksAtKeys, "reads the future"),
         (AsksForTheFuture, "does not declare oracle"),
         (Undecided, "asked again"),
-        (Vandal, "changes the keys"),
+        (Vandal, "changed what it was shown"),
         (Remembers, "asked again"),
         (SharesState, "changes a state in place"),
         (NotANumber, "gives NaN at KV head 0"),

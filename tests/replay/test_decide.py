@@ -52,6 +52,7 @@ def make_layer(tokens: int = 24, kind: Kind = "full", window: int | None = None)
         scale=0.3,
         kind=kind,
         window=window,
+        sink_logits=torch.zeros(4),
     )
 
 
@@ -137,15 +138,47 @@ class Broken(Policy):
             scores = scores.to(torch.int64)
         elif self.how == "future":
             return view.future.layer.values[..., 0]
+        elif self.how == "half":
+            scores = scores.to(torch.float16)
+        elif self.how == "raises":
+            raise IndexError("list index\nout of range")
+        elif self.how == "exits":
+            raise SystemExit(0)
+        elif self.how == "writes keys":
+            view.keys.mul_(2)
+        elif self.how == "writes queries":
+            view.queries(3, 5).zero_()
+        elif self.how == "writes sinks" and view.geometry.sink_logits is not None:
+            view.geometry.sink_logits.fill_(9.0)
+        elif self.how == "negative row":
+            view.positions(torch.tensor([-1]))
         return scores
+
+    def protection(self, budget: int) -> Protection:
+        return Protection(sinks=-1) if self.how == "protects -1" else Protection()
+
+    def diagnose(self, state: None, view: View) -> dict[str, Tensor]:
+        if self.how == "takes a column":
+            return {"output_error": torch.zeros(4)}
+        return {"odd": torch.zeros(3)} if self.how == "odd diagnosis" else {}
 
 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ("nan", "p gave NaN at layer 0, KV head 1, step 16, token 3"),
-        ("shape", r"expected floats \[2, 16\]"),
-        ("integers", "expected floats"),
+        ("shape", r"scores \[2, 15\] at layer 0, expected \[2, 16\]"),
+        ("integers", "torch.int64 scores"),
+        ("half", "torch.float16 scores"),
+        ("raises", "p failed at layer 0: IndexError: list index out of range"),
+        ("exits", "p failed at layer 0: SystemExit"),
+        ("writes keys", "changed what it was shown"),
+        ("writes queries", "changed what it was shown"),
+        ("writes sinks", "changed what it was shown"),
+        ("negative row", "rows count from 0"),
+        ("protects -1", "cannot be negative"),
+        ("takes a column", "a column already"),
+        ("odd diagnosis", "something other than named numbers"),
         ("future", "oracle = True"),
     ],
 )

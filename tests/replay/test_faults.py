@@ -127,3 +127,41 @@ def test_parts_of_a_policy_whose_code_changed_are_not_reused(tmp_path: Path) -> 
     changed = replay(TINY, [f"{file}:Mine"], ratios=["0.5"], output=tmp_path / "r")
     fresh = replay(TINY, [f"{file}:Mine"], ratios=["0.5"])
     assert canonical_json(changed.entries("rows")) == canonical_json(fresh.entries("rows"))
+
+
+@pytest.mark.parametrize("file", ["rows.parquet", "partials.npz", "part.json"])
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
+def test_a_damaged_part_is_computed_again(file: str, how: str, tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(done: int, total: int, what: str) -> None:
+        if done == 2:
+            raise Stop
+
+    out = tmp_path / "r"
+    with pytest.raises(Stop):
+        replay(TINY, ["knorm"], ratios=["0.5"], output=out, progress=stop)
+    path = sorted(out.glob("parts/0*"))[0] / file
+    raw = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+    else:
+        raw[len(raw) // 2] ^= 1
+        path.write_bytes(bytes(raw if how == "flipped" else raw[: len(raw) // 2]))
+    again = replay(TINY, ["knorm"], ratios=["0.5"], output=out)
+    fresh = replay(TINY, ["knorm"], ratios=["0.5"])
+    assert canonical_json(again.entries("rows")) == canonical_json(fresh.entries("rows"))
+    assert canonical_json(again.entries("cells")) == canonical_json(fresh.entries("cells"))
+
+
+def test_ctrl_c_says_so_and_exits_130(tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    process = subprocess.Popen(command(out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline and not list(out.glob("parts/0*")):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate()
+    assert (process.returncode, stdout) == (130, "")
+    assert stderr.startswith("error: interrupted")

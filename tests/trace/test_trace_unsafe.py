@@ -370,3 +370,33 @@ def test_text_offsets_that_lie(make_trace: Callable[..., Path]) -> None:
     reseal(path)
     with pytest.raises(KvtoolError, match="do not divide its text"):
         open_trace(path).sequences[0].texts()
+
+
+@pytest.mark.parametrize("how", ["twice", "negative", "descending", "beyond", "enormous"])
+def test_query_steps_that_lie(make_trace: Callable[..., Path], how: str) -> None:
+    import numpy as np
+    import zarr
+
+    path = make_trace()
+    array = zarr.open_array(str(path / "sequences/0000/layers/03/query_steps"), mode="r+")
+    steps = np.asarray(array[:])
+    changed = {
+        "twice": np.full_like(steps, steps[0]),
+        "negative": steps - steps[0] - 1,
+        "descending": steps[::-1].copy(),
+        "beyond": steps + 10_000,
+        "enormous": np.concatenate([steps[:-1], [2**62]]),
+    }[how]
+    array[:] = changed
+    reseal(path)
+    sequence = open_trace(path).sequences[0]
+    with pytest.raises(KvtoolError, match="do not ascend within") as caught:
+        sequence.layer(3)
+    assert caught.value.code == "trace-unsafe"
+
+
+@pytest.mark.parametrize("name", ["model", "tokenizer", "capture"])
+def test_a_manifest_that_is_no_object(make_trace: Callable[..., Path], name: str) -> None:
+    path = make_trace()
+    edit(path, "zarr.json", lambda d: d["attributes"]["kvtool"].update({name: 7}))
+    refused(path, f"whose {name} is no object")

@@ -1,4 +1,4 @@
-"""Session: every sequence and cell of a live run in turn, then the tables."""
+"""Closed loop: every sequence and cell of a live run in turn, then the tables."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvtool.capture.loading import Loaded
 from kvtool.capture.manifest import model_manifest
 from kvtool.capture.sequences import stop_tokens
 from kvtool.errors import KvtoolError
+from kvtool.layer import Geometry
 from kvtool.live.answer import Answer, find_answer
 from kvtool.live.beside import replay_beside
 from kvtool.live.loop import Loop, Outcome
@@ -46,7 +47,7 @@ class Options:
     chunk: int | None = None
 
 
-class Session:
+class ClosedLoop:
     """One live run."""
 
     def __init__(
@@ -162,7 +163,13 @@ class Session:
             add_outcome(tables, self._plan, cell, sequence, retained, outcome, answer)
             tables["cells"][-1] |= self._text(ready, outcome, kept_all)
             for layer, kept in retained.items():
-                self._noted += note_unit(cell, kept, ready.probed[layer].geometry, sequence.index)
+                self._noted += note_unit(cell, kept, self._donor(ready, layer), sequence.index, layer)
+
+    @staticmethod
+    def _donor(ready: LiveModel, layer: int) -> Geometry:
+        """Geometry of the layer whose cache `layer` reads."""
+        geometry = ready.probed[layer].geometry
+        return geometry if geometry.kv_source is None else ready.probed[geometry.kv_source].geometry
 
     def _generate(self, ready: LiveModel, loop: Loop, retained: dict[int, RetainedSet]) -> list[int]:
         stop = stop_tokens(ready.model) | ready.tokenization.stop_tokens

@@ -1,0 +1,92 @@
+"""Ask: call a policy, check what it answers, and blame it by name for what goes wrong inside it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvtool.errors import KvtoolError
+from kvtool.layer import Layer
+from kvtool.metrics import columns
+from kvtool.policies import Policy, Protection
+from kvtool.result import KEY, PLACE
+from kvtool.rotation import Rotation
+from kvtool.view import View
+
+
+@contextlib.contextmanager
+def blaming(label: str, layer: Layer, view: View) -> Iterator[None]:
+    """Errors inside become `policy-broken` of `label`, and so does writing into what the view shows.
+
+    The layer's tensors serve every policy of a run: a change would corrupt the others in silence.
+    PyTorch counts in-place changes per storage, which makes the check free.
+    """
+    geometry, rotation = layer.geometry, layer.geometry.rotation
+    tables = (rotation.inv_freq, rotation.cos, rotation.sin) if isinstance(rotation, Rotation) else ()
+    shown = [layer.queries, layer.keys, layer.values, layer.positions, layer.query_steps, view.tokens]
+    shown += [t for t in (layer.output_projection, geometry.sink_logits, *tables) if t is not None]
+    before = [t._version for t in shown]
+    try:
+        yield
+    except KvtoolError:
+        raise
+    except (Exception, SystemExit) as error:
+        words = " ".join(str(error).split())
+        raise KvtoolError(
+            "policy-broken", f"{label} failed at layer {geometry.layer}: {type(error).__name__}: {words}"
+        ) from error
+    if [t._version for t in shown] != before:
+        raise KvtoolError(
+            "policy-broken", f"{label} changed what it was shown at layer {geometry.layer}", "work on a copy"
+        )
+
+
+def scores_of(label: str, policy: Policy, layer: Layer, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+    """Scores [Hk, N] and diagnostics [H] of `policy` at `view`, its state built up from the first token.
+
+    Raises:
+        KvtoolError: `policy-broken` naming policy and layer; what the policy itself raises as KvtoolError.
+    """
+    geometry = layer.geometry
+    with blaming(label, layer, view):
+        rows = torch.arange(view.step).expand(geometry.kv_heads, -1)
+        past = View(layer, view.step, rows, 0, torch.full_like(rows, layer.tokens), view.steps_ahead)
+        state = policy.observe(policy.start(geometry), past)
+        scores = policy.score(state, view)
+        diagnostics = policy.diagnose(state, view)
+    if not isinstance(scores, Tensor) or scores.shape != view.tokens.shape:
+        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise KvtoolError(
+            "policy-broken",
+            f"{label} gave scores {shape} at layer {geometry.layer}, expected {list(view.tokens.shape)}",
+        )
+    if scores.dtype not in (torch.float32, torch.float64):
+        raise KvtoolError("policy-broken", f"{label} gave {scores.dtype} scores, expected float32 or float64")
+    _check_diagnostics(label, diagnostics, geometry.query_heads)
+    return scores, diagnostics
+
+
+def protection_of(label: str, policy: Policy, layer: Layer, view: View, budget: int) -> Protection:
+    """What `policy` protects by itself at `budget` tokens per KV head."""
+    with blaming(label, layer, view):
+        protection = policy.protection(budget)
+    if not isinstance(protection, Protection):
+        raise KvtoolError("policy-broken", f"{label} gave {type(protection).__name__} as protection")
+    return protection
+
+
+def _check_diagnostics(label: str, diagnostics: object, heads: int) -> None:
+    """A dictionary of [H] numbers whose names are no columns of their own."""
+    taken = {column.name for column in columns()} | set(KEY) | {name for place in PLACE.values() for name in place}
+    sound = isinstance(diagnostics, dict) and all(
+        isinstance(name, str) and isinstance(value, Tensor) and tuple(value.shape) == (heads,)
+        for name, value in diagnostics.items()
+    )
+    if not sound or not isinstance(diagnostics, dict):
+        raise KvtoolError("policy-broken", f"{label} diagnoses something other than named numbers [{heads}]")
+    double = sorted(taken & set(diagnostics))
+    if double:
+        raise KvtoolError("policy-broken", f"{label} diagnoses {double[0]}, which is a column already")
