@@ -36,7 +36,7 @@ def estimate_of(request: Request, ready: Prepared) -> Estimate:
         limit = parse_memory(request.max_memory)
         if limit is not None and weights > limit:
             raise _too_large(weights, limit, ready)
-        shapes = {layer: _shape(entry) for layer, entry in probe(ready.load_model()).items()}
+        shapes = {layer: _shape(entry) for layer, entry in probe(ready.load_model(lambda text: None)).items()}
     wanted = parse_ids(request.layers, "--layers")
     stored_shapes = {layer: shape for layer, shape in shapes.items() if wanted is None or layer in wanted}
     text = max((len(piece) for piece in ready.tokenization.pieces(list(ready.inputs[0].prompt[:512]))), default=1)

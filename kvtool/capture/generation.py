@@ -45,6 +45,7 @@ class Feed:
     Args:
         model: a causal language model in evaluation mode.
         chunk: most tokens of one forward, or None for no limit.
+        later: the same once the cache holds tokens.
         around: context manager put around each forward, given its number of tokens.
         progress: called with the number of tokens after each forward.
     """
@@ -54,10 +55,11 @@ class Feed:
         model: Any,
         *,
         chunk: int | None = None,
+        later: int | None = None,
         around: Callable[[int], AbstractContextManager[None]] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        self._model, self._chunk = model, chunk
+        self._model, self._chunk, self._later = model, chunk, later
         self._around = around or (lambda n: nullcontext())
         self._progress = progress or (lambda n: None)
         names = inspect.signature(model.forward).parameters
@@ -98,10 +100,12 @@ class Feed:
     @torch.no_grad()
     def _forwards(self, tokens: list[int], keep: int | None) -> Iterator[Tensor]:
         """The last `keep` logits of each forward, all for None."""
-        step = self._chunk or len(tokens)
-        for start in range(0, len(tokens), step):
-            part = tokens[start : start + step]
+        start = 0
+        while start < len(tokens):
+            limits = [self._chunk, self._later if self._cache is not None else None]
+            part = tokens[start : start + min((n for n in limits if n), default=len(tokens))]
             yield self._forward(part, keep or len(part))
+            start += len(part)
 
     def _forward(self, tokens: list[int], keep: int) -> Tensor:
         cache = {} if self._cache is None or self._cache_name is None else {self._cache_name: self._cache}

@@ -28,6 +28,7 @@ class AttentionCall:
         values: [Hk, Tk, Dv].
         output: [n, H, Dv], what the model's own attention function returned.
         mask: None, or [., n, Tk] as the model built it: True or 0 where visible.
+        mask_object: what the model passed, shared by layers that share a mask.
         scale: factor on q·k.
         extras: the other keyword arguments (softcap, s_aux, sliding_window, position_bias, ...).
     """
@@ -41,6 +42,7 @@ class AttentionCall:
     mask: Tensor | None
     scale: float
     extras: dict[str, Any]
+    mask_object: Tensor | None = None
 
 
 class Observer(Protocol):
@@ -130,6 +132,7 @@ def _attention(
             values=value[0],
             output=result[0][0],
             mask=None if attention_mask is None else attention_mask[0],
+            mask_object=attention_mask,
             scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
             extras=extras,
         )

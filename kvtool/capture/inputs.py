@@ -113,7 +113,7 @@ def _prompts(request: Request) -> list[tuple[str | None, str]]:
         return [(None, _read(request.prompt_file))]
     assert request.prompts is not None
     found: list[tuple[str | None, str]] = []
-    for number, line in enumerate(_read(request.prompts).split("\n"), 1):
+    for number, line in enumerate(_read(request.prompts).removeprefix("\ufeff").split("\n"), 1):
         if not line.strip():
             continue
         try:

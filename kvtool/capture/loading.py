@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +103,9 @@ def skeleton(config: Any, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def load_model(source: Source, config: Any, dtype: torch.dtype) -> Any:
+def load_model(
+    source: Source, config: Any, dtype: torch.dtype, notes: Callable[[str], None] = lambda text: None
+) -> Any:
     """The model with all of its weights, in evaluation mode.
 
     Raises:
@@ -132,6 +135,9 @@ def load_model(source: Source, config: Any, dtype: torch.dtype) -> Any:
                 f"{source.name} is incomplete: {len(info[key])} weights are missing or misshapen, such as {first}",
                 "download or convert the model again",
             )
+    idle = sorted(str(key) for key in info.get("unexpected_keys") or ())
+    if idle:
+        notes(f"{source.name} holds {len(idle)} weights that the model of its config.json does not use: {idle[0]}, …")
     return model.eval().requires_grad_(False)
 
 

@@ -38,9 +38,9 @@ class Prepared:
     dtype: torch.dtype
     stored: torch.dtype
 
-    def load_model(self) -> Any:
-        """The model with its weights."""
-        return load_model(self.source, self.config, self.dtype)
+    def load_model(self, notes: Notes) -> Any:
+        """The model with its weights; weights that it does not use are noted."""
+        return load_model(self.source, self.config, self.dtype, notes)
 
 
 def prepare(request: Request, notes: Notes) -> Prepared:
@@ -74,7 +74,8 @@ def most_positions(config: Any) -> int | None:
     """The longest sequence that the model is made for; None where its rotation stretches with the text."""
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
-    if parameters.get("rope_type") == "dynamic":
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    if any(part.get("rope_type") == "dynamic" for part in (parameters, *nested)):
         return None
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     return None if limit is None else int(limit)

@@ -168,6 +168,11 @@ def _geometry(name: str, call: AttentionCall, config: Any, calls: dict[int, Atte
 
 def _check_output(name: str, geometry: Geometry, call: AttentionCall) -> None:
     """Refuse a layer whose output is not what scale, softcap, sinks and a causal window explain."""
+    narrow = call.output.dtype != torch.float32
+    if not bool(torch.isfinite(call.output).all()):
+        raise KvtoolError(
+            "model-load", f"{name} computes NaN or infinity in layer {geometry.layer}: its weights are broken"
+        )
     if call.extras.get("position_bias") is None:
         check_mask(geometry, call, 0)
         error = relative_error(call.output.transpose(0, 1), attend(geometry, call.queries, call.keys, call.values))
@@ -176,7 +181,8 @@ def _check_output(name: str, geometry: Geometry, call: AttentionCall) -> None:
     raise KvtoolError(
         "model-unsupported",
         f"{name} uses a mask or bias in layer {geometry.layer} that kvtool cannot represent",
-        "its attention output does not follow from queries, keys and values by causal attention",
+        "its attention output does not follow from queries, keys and values by causal attention"
+        + ("; eager attention rounds logits to 16 bits, so try --model-dtype float32 first" if narrow else ""),
     )
 
 

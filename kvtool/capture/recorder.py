@@ -91,7 +91,7 @@ class Recorder:
         self._samples = {layer: _tail(SAMPLE_STEPS) for layer in probed}
         self._start = 0
         self._seen: set[int] = set()
-        self._checked: set[tuple[Any, ...]] = set()
+        self._checked: dict[tuple[Any, ...], Any] = {}
         self._watches = {
             key: RotationWatch(entry.geometry.rotation, model, entry.sine_first)
             for entry in reversed(probed.values())
@@ -118,10 +118,11 @@ class Recorder:
 
     def _check(self, geometry: Geometry, call: AttentionCall) -> None:
         """Hold the mask against the geometry, once a forward for each mask and kind of window."""
-        key = (id(call.mask), geometry.kind, geometry.window, call.keys.shape[1])
+        # The mask itself is kept until the forward ends: the id of a freed one is given out again.
+        key = (id(call.mask_object), geometry.kind, geometry.window, call.keys.shape[1])
         if key not in self._checked:
             check_mask(geometry, call, self._start)
-            self._checked.add(key)
+            self._checked[key] = call.mask_object
 
     @contextmanager
     def forward(self, tokens: int) -> Iterator[None]:

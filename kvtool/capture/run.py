@@ -37,7 +37,7 @@ def run(
         ready = prepare(request, notes)
         if request.max_memory is not None:
             within_memory(request, estimate_of(request, ready))
-        loaded = Loaded(ready.load_model(), ready.tokenizer, ready.source, ready.dtype)
+        loaded = Loaded(ready.load_model(notes), ready.tokenizer, ready.source, ready.dtype)
         progress("probing", 0, None)
         probed = chosen_layers(request, probe(loaded.model))
         say_gaps(request, probed, notes)

@@ -18,6 +18,29 @@ def _mentions(value: Any, key: str) -> bool:
     return isinstance(value, list) and any(_mentions(part, key) for part in value)
 
 
+def indexed_weights(folder: Path) -> list[Path]:
+    """The weight files that loading will read: those of the index where there is one, else every .safetensors.
+
+    Raises:
+        KvtoolError: `model-unsafe` for an index that names anything but safetensors, `model-load` for a bad one.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        whole = folder / "model.safetensors"
+        return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        paths = [folder / name for name in sorted(names)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise KvtoolError("model-load", f"{index} is not readable as an index of weights") from None
+    for path in paths:
+        if path.suffix != ".safetensors" or path.parent != folder:
+            raise KvtoolError(
+                "model-unsafe", f"{index} leads to {path.name}, which is no safetensors file beside it", "convert it"
+            )
+    return paths
+
+
 def check_folder(folder: Path, *, weights: bool = True) -> None:
     """Refuse a model folder that would run code, or has no weights that can be read safely.
 
@@ -46,7 +69,7 @@ def check_folder(folder: Path, *, weights: bool = True) -> None:
             )
     if (folder / "adapter_config.json").is_file():
         raise KvtoolError("model-load", f"{folder} is an adapter on another model", "merge it into a full model first")
-    if not weights or any(folder.glob("*.safetensors")):
+    if not weights or indexed_weights(folder):
         return
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLED)
     if pickled:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvtool.capture.feeding import later_tokens
 from kvtool.capture.generation import Decoding, Feed, generate
 from kvtool.capture.gradients import draw_gradients
 from kvtool.capture.hook import observed
@@ -16,10 +17,11 @@ from kvtool.capture.loading import Loaded
 from kvtool.capture.manifest import capture_manifest, model_manifest, sequence_attributes
 from kvtool.capture.outcome import SequenceOutcome
 from kvtool.capture.prepare import Prepared, Progress
-from kvtool.capture.probe import Probed
+from kvtool.capture.probe import Probed, position_limit
 from kvtool.capture.recorder import Recorder
 from kvtool.capture.request import Request
 from kvtool.capture.rotation_watch import RotaryState
+from kvtool.errors import KvtoolError
 from kvtool.trace import Trace, TraceWriter
 
 
@@ -55,6 +57,14 @@ def write_sequences(
                 if matrix is not None:
                     writer.output_projection(layer, matrix)
         rotary = RotaryState(loaded.model)
+        later = later_tokens(loaded.model, position_limit(loaded.model.config))
+        if later is not None and plan is not None:
+            raise KvtoolError(
+                "model-unsupported",
+                f"{type(loaded.model).__name__} continues a sequence only token by token, so it has no gradients",
+                "capture without --gradients",
+            )
+        rotary.restore()
         for item in ready.inputs:
 
             def count(tokens: int) -> None:
@@ -63,7 +73,7 @@ def write_sequences(
                 progress("capturing", done, total)
 
             rotary.restore()
-            outcomes.append(_sequence(request, ready, loaded.model, probed, writer, item, count, rotary))
+            outcomes.append(_sequence(request, ready, loaded.model, probed, writer, item, count, rotary, later))
     return outcomes
 
 
@@ -76,16 +86,18 @@ def _sequence(
     item: Input,
     count: Callable[[int], None],
     rotary: RotaryState,
+    later: int | None,
 ) -> SequenceOutcome:
     """Run one input and write its sequence."""
     prompt = list(item.prompt)
+    _refuse_unknown_tokens(model, max((*prompt, *item.forced)))
     attributes = sequence_attributes(request, item)
     sink = writer.sequence(
         {layer: entry.geometry for layer, entry in probed.items()}, prompt_length=len(prompt), attributes=attributes
     )
     known = None if item.new_tokens else item.most_tokens
     recorder = Recorder(model, probed, len(prompt), request.query_selection, known, sink)
-    feed = Feed(model, chunk=request.chunk, around=recorder.forward, progress=count)
+    feed = Feed(model, chunk=request.chunk, later=later, around=recorder.forward, progress=count)
     stop = stop_tokens(model) | ready.tokenization.stop_tokens
     plan = request.gradient_plan
     with observed(model, recorder), recorder.watching():
@@ -125,11 +137,21 @@ def _sequence(
     )
 
 
+def _refuse_unknown_tokens(model: Any, largest: int) -> None:
+    known = int(model.get_input_embeddings().weight.shape[0])
+    if largest >= known:
+        raise KvtoolError(
+            "model-load",
+            f"the tokenizer gives token {largest}, but the model knows only {known}",
+            "tokenizer and weights belong to different models",
+        )
+
+
 def stop_tokens(model: Any) -> frozenset[int]:
     """The model's own end-of-text tokens."""
     settings = getattr(model, "generation_config", None)
     ends = getattr(settings, "eos_token_id", None)
-    ends = model.config.get_text_config().eos_token_id if ends is None else ends
+    ends = getattr(model.config.get_text_config(), "eos_token_id", None) if ends is None else ends
     return frozenset() if ends is None else frozenset(int(e) for e in (ends if isinstance(ends, list) else [ends]))
 
 

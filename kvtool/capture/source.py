@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvtool.capture.safety import check_folder
+from kvtool.capture.safety import check_folder, indexed_weights
 from kvtool.errors import KvtoolError
 
 PACKAGED = "smollm2"
@@ -41,7 +41,7 @@ class Source:
     @property
     def weight_files(self) -> list[Path]:
         """The files that hold the weights, by name."""
-        return [self.folder / self.gguf] if self.gguf else sorted(self.folder.glob("*.safetensors"))
+        return [self.folder / self.gguf] if self.gguf else indexed_weights(self.folder)
 
     @cached_property
     def weight_digest(self) -> str:

@@ -30,6 +30,10 @@ class Tokenization:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of `text` as the model expects a prompt (begin-of-text where it uses one)."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise KvtoolError("prompt", "the prompt holds half a surrogate pair, which is no text") from None
         return [int(token) for token in self._tokenizer(text, verbose=False)["input_ids"]]
 
     def encode_chat(self, text: str) -> list[int]:

@@ -82,7 +82,7 @@ class Loop:
         self._layer_errors = layer_errors
         tokens = sequence.tokens.tolist()
         prefill = Prefill(self._geometries)
-        self._feed = Feed(ready.model, chunk=chunk, around=prefill.forward)
+        self._feed = Feed(ready.model, chunk=chunk, later=ready.later, around=prefill.forward)
         with observed(ready.model, prefill):
             self._first = self._feed.push(tokens[:event])  # [V]
         self.key_error = self._check_keys(prefill)

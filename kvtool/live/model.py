@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from kvtool.capture.converted import converted
+from kvtool.capture.feeding import later_tokens
 from kvtool.capture.loading import load_config, load_model, load_tokenizer, run_dtype
 from kvtool.capture.packages import require
-from kvtool.capture.probe import Probed, probe
+from kvtool.capture.probe import Probed, position_limit, probe
 from kvtool.capture.request import parse_dtype
 from kvtool.capture.source import PACKAGED, Source, find_source
 from kvtool.capture.tokenization import Tokenization
@@ -29,12 +30,14 @@ class LiveModel:
         source: where it came from.
         dtype: the run's.
         probed: its attention layers by id.
+        later: tokens that one forward may add to a cache that is not empty, None for any number.
     """
 
     model: Any
     source: Source
     dtype: torch.dtype
     probed: dict[int, Probed]
+    later: int | None = None
 
     @cached_property
     def tokenization(self) -> Tokenization:
@@ -74,7 +77,7 @@ def load(source: Source, trace: Trace, model_dtype: str | None) -> LiveModel:
     asked = parse_dtype(model_dtype, "--model-dtype") or parse_dtype(recorded, "the trace's run_dtype")
     dtype = run_dtype(source, config, asked)
     model = load_model(source, config, dtype)
-    return LiveModel(model, source, dtype, probe(model))
+    return LiveModel(model, source, dtype, probe(model), later_tokens(model, position_limit(config)))
 
 
 def check_sequence(ready: LiveModel, sequence: Sequence) -> None:

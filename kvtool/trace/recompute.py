@@ -112,5 +112,8 @@ def accuracy_error(trace: Trace, results: list[Recomputed]) -> KvtoolError | Non
         "trace-inaccurate",
         f"attention recomputed from the trace is off by {worst.error:.3g} in sequence {worst.sequence}, "
         f"layer {worst.layer} (bound {worst.bound:g} for a {run} run stored as {stored}; {len(wrong)} beyond it)",
-        "scale, softcap, sink logits, window or mask are not what the model used",
+        "scale, softcap, sink logits, window or mask are not what the model used"
+        if run == "float32"
+        else "an eager run in 16 bits rounds its logits: run with --model-dtype float32, else scale, softcap, sink "
+        "logits, window or mask are not what the model used",
     )
