@@ -20,8 +20,10 @@ def _exact(text: str) -> Fraction:
         decimal = Decimal("nan")
     if not decimal.is_finite():
         raise KvtoolError("usage", f"ratio {text!r} is not a number", "a ratio looks like 0.75")
-    exponent = decimal.normalize().as_tuple().exponent
-    if decimal.adjusted() > MOST_PLACES or (isinstance(exponent, int) and exponent < -MOST_PLACES):
+    # Not normalize(): it rounds a tiny number to zero, whose exponent then looks harmless.
+    digits, exponent = "".join(map(str, decimal.as_tuple().digits)), int(decimal.as_tuple().exponent)
+    zeros = len(digits) - len(digits.rstrip("0"))
+    if decimal.adjusted() > MOST_PLACES or exponent + zeros < -MOST_PLACES:
         raise KvtoolError("usage", f"ratio {text} has more than {MOST_PLACES} places", "a ratio looks like 0.75")
     return Fraction(decimal)
 

@@ -41,6 +41,28 @@ CODES: dict[str, str] = {
 }
 
 
+# What to do where the one who raised the error had nothing better to say.
+HINTS: dict[str, str] = {
+    "usage": "--help lists the options and what they take",
+    "file-missing": "check the path",
+    "write-failed": "check the folder's permissions",
+    "shape": "docs/import.md and docs/trace-format.md list every shape",
+    "policy-unknown": "kvtool policies lists the names; a policy of your own is file.py:Class",
+    "policy-parameter": "kvtool policies NAME lists the parameters",
+    "policy-broken": "kvtool.testing.check_policy finds such faults, -vv shows the traceback",
+    "not-eviction": "choose a policy that evicts: kvtool policies lists them",
+    "model-load": "download or convert the model again",
+    "prompt": "kvtool capture --help lists the ways to give text",
+    "trace-lacks": "kvtool inspect says what the trace can serve",
+    "trace-damaged": "kvtool inspect --verify names every damaged file",
+    "trace-unsafe": "the file is not what kvtool writes: do not trust it",
+    "not-finite": "NaN cannot be measured: look for it where the arrays come from",
+    "dump": "docs/import.md says what a dump holds",
+    "dtype": "cast to float32, float16 or bfloat16",
+    "result-damaged": "replay again with --force",
+}
+
+
 class KvtoolError(Exception):
     """A fault of the input, said in one sentence.
 
@@ -55,4 +77,4 @@ class KvtoolError(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
-        self.hint = hint
+        self.hint = hint or HINTS.get(code)

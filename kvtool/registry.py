@@ -33,6 +33,8 @@ def split_spec(text: str) -> Spec:
     if head.endswith(".py"):
         cls, _, rest = rest.partition(":")
         head = f"{head}:{cls}"
+    elif "/" in head or head.endswith(".txt"):
+        raise KvtoolError("policy-unknown", f"{head} is no Python file", "a policy of your own is file.py:Class")
     parameters: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in rest.split(","))):
         key, equals, value = part.partition("=")

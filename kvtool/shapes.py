@@ -31,8 +31,6 @@ def expect_shapes(**arrays: tuple[Any, str]) -> dict[str, int]:
         for dim, size in zip(names, shape, strict=True):
             expected = int(dim) if dim.isdigit() else sizes.setdefault(dim, size)
             if expected != size:
-                raise KvtoolError(
-                    "shape",
-                    f"{name} has shape {list(shape)}, expected [{', '.join(names)}] with {dim} = {expected}",
-                )
+                known = "" if dim.isdigit() else f" with {dim} = {expected}"
+                raise KvtoolError("shape", f"{name} has shape {list(shape)}, expected [{', '.join(names)}]{known}")
     return sizes

@@ -118,6 +118,8 @@ def command(
     from kvtool.capture.dry_run import dry_run as estimate
     from kvtool.capture.run import run
     from kvtool.cli.console import hint, json_answer, progress_on_terminal
+    from kvtool.replay.serving import first_replay
+    from kvtool.trace import open_trace
 
     def note(text: str) -> None:
         hint("note", text)
@@ -130,4 +132,4 @@ def command(
         outcome = run(request, progress=lambda stage, done, total: step(done, total, stage), notes=note, argv=sys.argv)
     json_answer(outcome.document()) if as_json else typer.echo(outcome.text())
     hint("checked", outcome.check_line())
-    hint("next", f"kvtool replay {outcome.path} -p snapkv -p streaming-llm -r 0.5,0.75")
+    hint("next", first_replay(open_trace(outcome.path)))

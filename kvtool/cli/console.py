@@ -28,6 +28,11 @@ def answer(*parts: Any) -> None:
         console.print(part)
 
 
+def terminal_width() -> int | None:
+    """Characters of a line where stdout is a terminal, else None."""
+    return Console().width if sys.stdout.isatty() else None
+
+
 def json_answer(document: dict[str, Any]) -> None:
     """Print one JSON document; NaN is a programming error, not a value."""
     json.dump(document, sys.stdout, ensure_ascii=False, allow_nan=False, indent=1)

@@ -22,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Offline KV-trace analysis: capture a model run once, replay any KV-cache eviction policy on it.",
-    epilog="Start here: kvtool capture smollm2 --prompt 'Once upon a time' -o run.zarr",
+    epilog="Start here: kvtool capture smollm2 --prompt-file text.txt -o run.zarr",
 )
 app.command("capture")(capture.command)
 app.command("import")(import_.command)

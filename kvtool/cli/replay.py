@@ -47,7 +47,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace a finished result in the output folder.")] = False,
 ) -> None:
     """Replay eviction policies on a trace. The controls full and random always run."""
-    from kvtool.cli.console import answer, hint, json_answer, progress_on_terminal, use_threads
+    from kvtool.cli.console import answer, hint, json_answer, progress_on_terminal, terminal_width, use_threads
     from kvtool.cli.numbers import number_list
     from kvtool.replay import replay
     from kvtool.report.terminal import replay_table
@@ -77,10 +77,9 @@ def command(
     if as_json:
         json_answer(result.document())
     else:
-        answer(*replay_table(result))
+        answer(*replay_table(result, terminal_width()))
     for warning in result.warnings:
         hint("warning", warning)
     if output is None:
-        hint("next", f"kvtool replay {trace} … -o results/ keeps tables per layer and head")
-    else:
-        hint("next", f"kvtool inspect {trace} says which policies and metrics this trace can serve")
+        hint("note", "tables per layer and head are kept with -o results/, or printed with --json")
+    hint("next", f"kvtool inspect {trace}")

@@ -106,10 +106,10 @@ class Plan:
 
 
 def make_plan(
-    policies: Many[str],
+    policies: str | Many[str],
     *,
-    ratios: Many[str | float | Fraction] = (),
-    budgets: Many[int] = (),
+    ratios: str | float | Fraction | Many[str | float | Fraction] = (),
+    budgets: int | Many[int] = (),
     evict_at: int | None = None,
     sinks: int = 4,
     window: int = 32,
@@ -124,6 +124,9 @@ def make_plan(
     Raises:
         KvtoolError: `usage`, `policy-unknown` or `policy-parameter`.
     """
+    policies = [policies] if isinstance(policies, str) else policies
+    ratios = [ratios] if isinstance(ratios, str | float | int | Fraction) else ratios
+    budgets = [budgets] if isinstance(budgets, int) else budgets
     if ratios and budgets:
         raise KvtoolError("usage", "--ratio and --budget were both given", "give one: a share evicted, or tokens kept")
     if sinks < 0 or window < 0:

@@ -24,10 +24,10 @@ Progress = Callable[[int, int, str], None]
 
 def replay(
     trace: str | Path | Trace,
-    policies: Many[str] = ("all",),
+    policies: str | Many[str] = ("all",),
     *,
-    ratios: Many[str | float | Fraction] = (),
-    budgets: Many[int] = (),
+    ratios: str | float | Fraction | Many[str | float | Fraction] = (),
+    budgets: int | Many[int] = (),
     evict_at: int | None = None,
     sinks: int = 4,
     window: int = 32,

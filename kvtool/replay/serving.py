@@ -89,3 +89,20 @@ def serving(trace: Any) -> list[Serving]:
             reason = unpredicted
         found.append(Serving(column.name, "metric", reason is None, reason))
     return found
+
+
+def first_replay(trace: Any) -> str:
+    """A replay command that says something about this trace, to be typed as it stands.
+
+    The default protection (4 sinks, 32 newest) decides everything on a short prompt, so it shrinks there.
+    """
+    shortest = min(sequence.prompt_length for sequence in trace.sequences)
+    asked = all(
+        bool((sequence.query_steps(layer_id) >= sequence.prompt_length).any())
+        for sequence in trace.sequences
+        for layer_id in sequence.layer_ids
+    )
+    if not asked or shortest < 4:
+        return f"kvtool inspect {trace.path}"
+    small = f" --sinks 1 --window {max(1, shortest // 8)}" if shortest < 128 else ""
+    return f"kvtool replay {trace.path} -p all -r 0.5{small}"

@@ -22,71 +22,87 @@ def _nats(value: float | None, spread: float | None = None) -> str:
     return f"{value:#.3g}" if spread is None else f"{value:#.3g} ± {spread:.1g}"
 
 
-def _line(table: Table, line: Line, best: bool, kl: bool) -> None:
-    name = Text(line.policy)
-    if line.oracle:
-        name.append("  oracle: reads the future", style="dim")
-    if best:
-        name.append("  best", style="bold")
-    spread = "-" if line.low is None else f"{_number(line.low)} … {_number(line.high)}"
-    worst = "-" if line.worst is None else f"{line.worst[2]:.3f} at {line.worst[0]}.{line.worst[1]}"
-    kept = "-" if line.achieved is None else f"{line.achieved:.6g} of {line.candidates:.6g}"
-    leading = [_nats(line.kl, line.kl_se), _nats(line.kl_w32)] if kl else []
-    table.add_row(
-        name,
-        *leading,
-        _number(line.error),
-        spread,
-        worst,
-        _number(line.evicted_mass),
-        _number(line.mass_regret, 2),
-        kept,
-        f"{line.ties:g}",
-        style="bold" if best else ("dim" if line.oracle or line.policy in ("full", "random") else None),
-    )
+# Columns in the order in which they stand, and the one in which they give way on a narrow terminal.
+_COLUMNS = ("predicted KL", "w32", "error", "layers: least … most", "worst head", "mass", "regret", "kept", "ties")
+_GIVES_WAY = ("ties", "kept", "regret", "w32", "layers: least … most", "mass", "worst head")
 
 
-def replay_table(result: Result) -> list[Any]:
-    """The answer of `kvtool replay`: a table, a verdict per ratio, and what the numbers are."""
+def _cells(line: Line, best: bool) -> dict[str, str]:
+    """One line of the table by column."""
+    name = line.policy + ("  (oracle)" if line.oracle else "") + ("  best" if best else "")
+    return {
+        "policy": name,
+        "predicted KL": _nats(line.kl, line.kl_se),
+        "w32": _nats(line.kl_w32),
+        "error": _number(line.error),
+        "layers: least … most": "-" if line.low is None else f"{_number(line.low)} … {_number(line.high)}",
+        "worst head": "-" if line.worst is None else f"{line.worst[2]:.3f} at {line.worst[0]}.{line.worst[1]}",
+        "mass": _number(line.evicted_mass),
+        "regret": _number(line.mass_regret, 2),
+        "kept": "-" if line.achieved is None else f"{line.achieved:.6g} of {line.candidates:.6g}",
+        "ties": f"{line.ties:g}",
+    }
+
+
+def _fitting(columns: list[str], rows: list[dict[str, str]], width: int | None) -> list[str]:
+    """The columns that fit into `width`, the least telling left out first; the errors always stay."""
+    if width is None:
+        return columns
+    wide = {name: max(len(name), *(len(row[name]) for row in rows)) for name in ("policy", *columns)}
+    kept = list(columns)
+    for name in _GIVES_WAY:
+        if sum(wide[c] + 3 for c in ("policy", *kept)) + 1 <= width:
+            break
+        if name in kept:
+            kept.remove(name)
+    return kept
+
+
+def replay_table(result: Result, width: int | None = None) -> list[Any]:
+    """The answer of `kvtool replay`: a table, a verdict per ratio, and what the numbers are.
+
+    Args:
+        width: characters of the terminal, None for no limit.
+    """
     metric, kl = error_metric(result), ordering_metric(result) == "predicted_kl"
-    caption = (
-        f"{metric}: lower is better, 0 is the full cache. Spread over layers; worst head as layer.head. "
-        "Mass: attention that was evicted; regret: 1 is the mass oracle."
-    )
+    found = sections(result)
+    lines = [(section, line, _cells(line, line is section.winner)) for section in found for line in section.lines]
+    offered = [name for name in _COLUMNS if kl or name not in ("predicted KL", "w32")]
+    columns = _fitting(offered, [cells for _, _, cells in lines], width)
+    caption = f"{metric}: lower is better, 0 is the full cache. Spread over layers; worst head as layer.head."
+    caption += " Mass: attention that was evicted; regret: 1 is the mass oracle; an oracle reads the future."
     if kl:
         caption = (
             "predicted KL: nats per step to the full cache's predictions, ± standard error over draws; w32: the same "
             f"over windows of 32 steps. Error: {caption}"
         )
     manifest = result.manifest
+    count = manifest["sequences"]["count"]
     table = Table(
-        title=f"{manifest['model']}, {manifest['sequences']['count']} sequence(s), layers {manifest['layers']['text']}",
+        title=f"{manifest['model']}, {count} sequence{'s' * (count != 1)}, layers {manifest['layers']['text']}",
         title_justify="left",
         caption=caption,
         caption_justify="left",
     )
-    for name in (
-        "policy",
-        *(("predicted KL", "w32") if kl else ()),
-        "error",
-        "layers: least … most",
-        "worst head",
-        "mass",
-        "regret",
-        "kept (mean)",
-        "ties",
-    ):
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    for section in sections(result):
+    table.add_column("policy", overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for section in found:
         table.add_section()
         table.add_row(Text(section.asked, style="bold underline"))
-        for line in section.lines:
-            _line(table, line, line is section.winner, kl)
+        for owner, line, cells in lines:
+            if owner is section:
+                plain = line.oracle or line.policy in ("full", "random")
+                style = "bold" if line is section.winner else "dim" if plain else None
+                table.add_row(Text(cells["policy"]), *(cells[name] for name in columns), style=style)
     open_loop = Text(
         "Open loop: queries come from the full-cache run, so errors do not reach later layers or steps.",
         style="italic",
     )
     closing = [open_loop] if (gap := prediction(result)) is None else [open_loop, Text(gap, style="italic")]
+    if len(columns) < len(offered):
+        left = ", ".join(name for name in offered if name not in columns)
+        closing.append(Text(f"Left out, since the terminal is narrow: {left}.", style="italic"))
     return [table, *(Text(sentence, style="bold") for sentence in verdicts(result)), *closing]
 
 

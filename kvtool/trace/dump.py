@@ -172,7 +172,18 @@ class Dump:
         if donor not in self.sequences[sequence] or self.layers[donor].kv_source not in (None,):
             raise fault(f"layer {layer} reads the keys of layer {donor}, which has none in sequence {sequence}")
         source = f"sequences.{sequence}.layers.{donor}"
-        kv_heads = self.shape(f"{source}.keys", 3)[0]
+        kv_heads, rows, _ = self.shape(f"{source}.keys", 3)
+        if self.shape(f"{source}.values", 3)[:2] != [kv_heads, rows]:
+            heads_and_rows = " and ".join(
+                f"{name} {self.shape(f'{source}.{name}', 3)[:2]}" for name in ("keys", "values")
+            )
+            raise fault(
+                f"layer {donor} of sequence {sequence} has [KV heads, tokens] of {heads_and_rows}, and they must agree",
+                "one row per KV head and token, never repeated for the query heads of a group",
+            )
+        total = self.shape(f"sequences.{sequence}.tokens", 1)[0]
+        if rows != total:
+            raise fault(f"layer {donor} of sequence {sequence} has keys of {rows} tokens, and there are {total} tokens")
         if not kv_heads or heads % kv_heads:
             raise fault(f"{stem}: {heads} query heads cannot share {kv_heads} KV heads evenly")
         sinks = f"{stem}.sink_logits"
