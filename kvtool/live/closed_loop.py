@@ -29,7 +29,8 @@ from kvtool.trace import Sequence, Trace
 from kvtool.words import spans
 
 # Mean KL in nats that rounding alone may cause where nothing is evicted: the mask takes another path through
-# the attention kernel than the model's own. Measured on SmolLM2 at 1,152 tokens: 1e-11, 2e-5 and 2e-3.
+# the attention kernel than the model's own. On SmolLM2 behind 1,024 tokens, step by step, 5e-12 in float32 and 1.2e-3
+# in bfloat16; in one block exactly 0.
 BOUNDS = {torch.float32: 1e-7, torch.float16: 1e-3, torch.bfloat16: 2e-2}
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from kvtool.report.live_summary import LiveSection, Parting, live_sections, live_verdicts, parting
 from kvtool.result import Result
 
-_WRONG_SHOWN = 8
+_WRONG_SHOWN = 3
 _CLOSED = "Closed loop: evicted in the model's own cache; errors reach later layers and steps."
 # Column of the cells -> (title, digits), shown where it has a value.
 _SHOWN = {
