@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -131,7 +132,7 @@ def test_table_names_winner_and_open_loop(capfd: pytest.CaptureFixture[str]) -> 
     best = min(errors, key=lambda policy: errors[policy])
     assert f"ratio 0.5: {best} keeps attention's output best, error {errors[best]:.4f}" in out
     assert "Open loop" in out
-    assert "oracle: reads the future" in out
+    assert "oracle-mass  (oracle)" in out
 
 
 def test_broken_pipe_is_no_traceback() -> None:
@@ -152,3 +153,21 @@ def test_help_of_every_command_exits_well(capfd: pytest.CaptureFixture[str]) -> 
         assert command in capfd.readouterr().out
     assert run(["--version"]) == 0
     assert capfd.readouterr().out.startswith("kvtool ")
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+def test_a_narrow_table_keeps_policy_and_error_whole(width: int) -> None:
+    from rich.console import Console
+
+    from kvtool.report.terminal import replay_table
+
+    result = replay(TINY, ["all"], ratios=["0.5"], window=8)
+    console = Console(width=width, record=True, file=io.StringIO())
+    for part in replay_table(result, width):
+        console.print(part)
+    text = console.export_text()
+    for cell in result.entries("cells"):
+        if cell["sequence"] is None:
+            (line,) = (ln for ln in text.splitlines() if f" {cell['policy']} " in ln and "│" in ln)
+            assert f"{cell['mean_layer_error']:.4f}" in line
+    assert ("Left out" in text) == (width < 120)

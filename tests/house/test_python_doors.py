@@ -22,7 +22,7 @@ CALL = f"('{TINY}', ['knorm'], ratios=['0.5'], layers=[0])"
         f"import kvtool.testing, kvtool; kvtool.replay{CALL}",
         f"from kvtool.replay import replay; replay{CALL}",
         "import kvtool; assert callable(kvtool.capture) and callable(kvtool.capture) and callable(kvtool.live)",
-        "from kvtool import capture, live, open_trace, Result, KvtoolError; assert callable(capture) and callable(live)",
+        "from kvtool import capture, live, open_trace, Result; assert callable(capture) and callable(live)",
         "import kvtool.capture.request, kvtool; assert callable(kvtool.capture)",
     ],
 )
