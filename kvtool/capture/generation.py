@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtool.errors import KvtoolError
+
 
 @dataclass(frozen=True)
 class Decoding:
@@ -113,7 +115,17 @@ class Feed:
         if "logits_to_keep" in options:
             options["logits_to_keep"] = keep
         with self._around(len(tokens)):
-            output = self._model(input_ids=torch.tensor([tokens]), **cache, **options)
+            try:
+                output = self._model(input_ids=torch.tensor([tokens]), **cache, **options)
+            except KvtoolError:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                raise KvtoolError(
+                    "model-unsupported",
+                    f"{type(self._model).__name__} fails on {len(tokens)} tokens behind {self.length}: {reason}",
+                    "the fault lies in the model or in its implementation",
+                ) from error
         self._cache = output.get("cache", output.get("past_key_values"))
         self.length += len(tokens)
         self._progress(len(tokens))

@@ -62,7 +62,7 @@ def progress_on_terminal(title: str, unit: str | None = None) -> Iterator[Step]:
 
         def step(done: int, total: int | None, what: str) -> None:
             speed = bar.tasks[0].speed
-            rate = f"{speed:.0f} {unit}/s" if unit and speed and total else ""
+            rate = f"{speed:.0f} {unit}/s" if unit and speed and total and what == "capturing" else ""
             bar.update(task, completed=done, total=total, description=f"{title}: {what}", rate=rate)
 
         yield step

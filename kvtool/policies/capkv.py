@@ -17,9 +17,10 @@ class CapKV(Capacity):
     Paper: Rethinking KV Cache Eviction via a Unified Information-Theoretic Objective, 2604.25975.
     Deviations: as kvpress's CapPress: cosine instead of the dot product, the maximum subtracted,
     the mean query turned to future positions, the first 4 tokens kept. The published weights are
-    `relevance=exp_dot,shift=none,exclude_first=0,exclude_statistics=0`. Cost: as `Capacity`.
+    `relevance=exp_dot,shift=none,exclude_first=0,exclude_statistics=0`. Cost:
+    O(H·(e·D^2 + N·(D^2 + Dv^2) + Dv^3)).
 
-    Parameters are those of `Capacity`.
+    The page docs/policies.md explains every parameter.
     """
 
     relevance: Relevance = "exp_cosine"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import types
 import typing
 from typing import Any
 
@@ -15,6 +16,8 @@ from kvtool.registry import load_class, split_spec
 def _spell(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return " | ".join(str(choice) for choice in typing.get_args(annotation))
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " | ".join(_spell(member) for member in typing.get_args(annotation))
     return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
 
 
