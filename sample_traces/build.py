@@ -114,11 +114,29 @@ def build_smollm2(path: Path) -> Trace:
     )
 
 
+def build_gradients(path: Path) -> Trace:
+    """SmolLM2-135M reading the story: all thirty layers, 64 evaluated steps, gradients of two draws."""
+    return capture(
+        "smollm2",
+        path,
+        text_file=HERE / "texts" / "harbour.txt",
+        prompt_tokens=256,
+        eval_tokens=64,
+        gradients=2,
+        output_projection=False,
+        dtype="float16",
+        force=True,
+    )
+
+
+BUILDS = {"tiny-gqa": build_tiny, "smollm2": build_smollm2, "smollm2-gradients": build_gradients}
+
+
 def main() -> None:
-    wanted = sys.argv[1:] or ["tiny-gqa", "smollm2"]
+    wanted = sys.argv[1:] or list(BUILDS)
     digests = HERE / "DIGESTS"
     known = dict(line.split() for line in digests.read_text().splitlines()) if digests.exists() else {}
-    for name, build in (("tiny-gqa", build_tiny), ("smollm2", build_smollm2)):
+    for name, build in BUILDS.items():
         if name in wanted:
             trace = build(HERE / f"{name}.zarr")
             known[name] = trace.digest

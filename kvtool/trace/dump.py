@@ -177,13 +177,16 @@ class Dump:
             heads_and_rows = " and ".join(
                 f"{name} {self.shape(f'{source}.{name}', 3)[:2]}" for name in ("keys", "values")
             )
-            raise fault(
+            raise KvtoolError(
+                "shape",
                 f"layer {donor} of sequence {sequence} has [KV heads, tokens] of {heads_and_rows}, and they must agree",
                 "one row per KV head and token, never repeated for the query heads of a group",
             )
         total = self.shape(f"sequences.{sequence}.tokens", 1)[0]
         if rows != total:
-            raise fault(f"layer {donor} of sequence {sequence} has keys of {rows} tokens, and there are {total} tokens")
+            raise KvtoolError(
+                "shape", f"layer {donor} of sequence {sequence} has keys of {rows} tokens, and there are {total} tokens"
+            )
         if not kv_heads or heads % kv_heads:
             raise fault(f"{stem}: {heads} query heads cannot share {kv_heads} KV heads evenly")
         sinks = f"{stem}.sink_logits"

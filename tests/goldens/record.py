@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SUITES: dict[str, dict[str, Any]] = {
     "tiny-gqa": {"ratios": ["0.5", "0.75"], "sinks": 1, "window": 8},
     "smollm2": {"ratios": ["0.5", "0.9"]},
+    "smollm2-gradients": {"ratios": ["0.75"]},
 }
-METRICS = ("mean_layer_error", "mean_output_error")
+METRICS = ("mean_layer_error", "mean_output_error", "predicted_kl", "predicted_kl_w32")
 
 
 def observe(name: str) -> dict[str, Any]:
@@ -31,7 +32,9 @@ def observe(name: str) -> dict[str, Any]:
         margins = [m for m in (found["margin"], entry["margin"]) if m is not None]
         found["margin"] = min(margins, default=None)
     cells = {
-        f"{cell['policy']} {cell['ratio']} sequence {cell['sequence']}": {m: cell[m] for m in METRICS}
+        f"{cell['policy']} {cell['ratio']} sequence {cell['sequence']}": {
+            m: cell[m] for m in METRICS if cell[m] is not None
+        }
         for cell in result.entries("cells")
         if cell["sequence"] is not None
     }

@@ -27,7 +27,7 @@ def observed(name: str) -> dict[str, Any]:
     return record.observe(name)
 
 
-@pytest.fixture(params=["tiny-gqa", "smollm2"])
+@pytest.fixture(params=["tiny-gqa", "smollm2", "smollm2-gradients"])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

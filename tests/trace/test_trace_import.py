@@ -236,9 +236,9 @@ def test_missing_tensors_are_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "words"),
     [
-        ("sequences.0.layers.5.keys", torch.ones(HK, T - 1, D), "layer 5 of sequence 0: values has shape"),
+        ("sequences.0.layers.5.keys", torch.ones(HK, T - 1, D), "they must agree"),
         ("sequences.0.layers.5.keys", torch.ones(HK, T, D + 1), "layer 5 of sequence 0: keys has shape"),
-        ("sequences.0.layers.5.values", torch.ones(HK + 2, T, DV), "layer 5 of sequence 0: values has shape"),
+        ("sequences.0.layers.5.values", torch.ones(HK + 2, T, DV), "they must agree"),
         ("sequences.0.layers.5.query_steps", torch.arange(T - 1), "layer 5 of sequence 0: query_steps has shape"),
         ("sequences.0.layers.5.query_steps", torch.arange(T) + 1, "do not ascend within 0 to 11"),
         ("sequences.0.layers.5.sink_logits", torch.ones(H + 1), "sink_logits has shape"),
@@ -308,7 +308,7 @@ def test_command(tmp_path: Path) -> None:
     path, output = dump(tmp_path, arrays, meta()), tmp_path / "run.zarr"
     result = CliRunner().invoke(app, ["import", str(path), "-o", str(output)])
     assert result.exit_code == 0, result.output
-    assert "1 sequences, 12 tokens, 2 layers" in result.stdout
+    assert "1 sequence, 12 tokens, 2 layers" in result.stdout
     lines = result.stderr.strip().splitlines()
     assert lines[0].startswith("warning: attention recomputed from")  # zeros are not what attention gives
     assert lines[-1] == f"next: kvtool inspect {output} --verify"
