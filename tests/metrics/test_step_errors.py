@@ -108,7 +108,7 @@ def loop(layer: Layer, cell: RetainedSet, steps: list[int], pool: list[int] | No
     )
 
 
-def compare(found: StepErrors, expected: StepErrors) -> None:
+def assert_equal_errors(found: StepErrors, expected: StepErrors) -> None:
     for field in dataclasses.fields(StepErrors):
         a, b = getattr(found, field.name), getattr(expected, field.name)
         if b is None:
@@ -128,7 +128,7 @@ def test_every_quantity_agrees_with_a_loop(case: str) -> None:
     cells = [evicting(), evicting(*range(4, 45)), evicting(*range(PROMPT)), evicting(30, 47)]
     steps = [50, 51, 55, 58, 62]
     for cell, one in zip(cells, evaluate_layer(layer, cells, torch.tensor(steps), block=2), strict=True):
-        compare(one, loop(layer, cell, steps))
+        assert_equal_errors(one, loop(layer, cell, steps))
 
 
 def test_a_pool_is_seen_whole_and_alone() -> None:
@@ -138,7 +138,7 @@ def test_a_pool_is_seen_whole_and_alone() -> None:
     steps = list(range(PROMPT, TOKENS))
     pool = list(range(PROMPT - 19, PROMPT))
     for cell, one in zip(cells, evaluate_layer(layer, cells, torch.tensor(steps), mode="pool"), strict=True):
-        compare(one, loop(layer, cell, steps, pool))
+        assert_equal_errors(one, loop(layer, cell, steps, pool))
     emptied = evaluate_layer(layer, cells, torch.tensor(steps), mode="pool")[2]
     assert torch.equal(emptied.squared_error, emptied.squared_output)
     assert bool(emptied.cosine.isnan().all())

@@ -50,7 +50,7 @@ def dump(folder: Path, arrays: dict[str, torch.Tensor], values: Any) -> Path:
     return path
 
 
-def refused(folder: Path, arrays: dict[str, torch.Tensor], values: Any, words: str, code: str = "dump") -> None:
+def expect_refused(folder: Path, arrays: dict[str, torch.Tensor], values: Any, words: str, code: str = "dump") -> None:
     path = dump(folder, arrays, values)
     with pytest.raises(KvtoolError, match=words) as caught:
         import_dump(path, folder / "run.zarr")
@@ -171,7 +171,7 @@ def test_keys_before_their_rotation(tmp_path: Path) -> None:
     ],
 )
 def test_metadata_that_does_not_fit(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    refused(tmp_path, tensors(), {**meta(), **change}, words)
+    expect_refused(tmp_path, tensors(), {**meta(), **change}, words)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_metadata_that_does_not_fit(tmp_path: Path, change: dict[str, Any], word
 def test_layers_that_do_not_fit(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     values = meta()
     values["layers"]["5"].update(change)
-    refused(tmp_path, tensors(), values, words)
+    expect_refused(tmp_path, tensors(), values, words)
 
 
 @pytest.mark.parametrize(
@@ -223,14 +223,14 @@ def test_layers_that_do_not_fit(tmp_path: Path, change: dict[str, Any], words: s
     ],
 )
 def test_tensors_that_do_not_fit(tmp_path: Path, name: str, tensor: torch.Tensor, words: str) -> None:
-    refused(tmp_path, {**tensors(), name: tensor}, meta(), words)
+    expect_refused(tmp_path, {**tensors(), name: tensor}, meta(), words)
 
 
 @pytest.mark.parametrize("name", ["queries", "keys", "values"])
 def test_missing_tensors_are_named(tmp_path: Path, name: str) -> None:
     arrays = tensors()
     del arrays[f"sequences.0.layers.5.{name}"]
-    refused(tmp_path, arrays, meta(), f"lacks the tensor sequences.0.layers.5.{name}")
+    expect_refused(tmp_path, arrays, meta(), f"lacks the tensor sequences.0.layers.5.{name}")
 
 
 @pytest.mark.parametrize(
@@ -247,12 +247,12 @@ def test_missing_tensors_are_named(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_shapes_that_do_not_fit(tmp_path: Path, name: str, tensor: torch.Tensor, words: str) -> None:
-    refused(tmp_path, {**tensors(), name: tensor}, meta(), words, "shape")
+    expect_refused(tmp_path, {**tensors(), name: tensor}, meta(), words, "shape")
 
 
 def test_an_output_projection_of_other_heads_is_refused(tmp_path: Path) -> None:
     arrays = {**tensors(), "model.layers.5.output_projection": torch.ones(H, DV + 1, 9)}
-    refused(
+    expect_refused(
         tmp_path, arrays, meta(), r"output projection of layer 5 has shape \[4, 5, 9\], expected \[4, 4, M\]", "shape"
     )
 
@@ -260,18 +260,18 @@ def test_an_output_projection_of_other_heads_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8])
 def test_other_dtypes_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     arrays = {**tensors(), "sequences.0.layers.5.keys": torch.ones(HK, T, D, dtype=dtype)}
-    refused(tmp_path, arrays, meta(), "sequences.0.layers.5.keys is .*, which a trace cannot store", "dtype")
+    expect_refused(tmp_path, arrays, meta(), "sequences.0.layers.5.keys is .*, which a trace cannot store", "dtype")
 
 
 def test_mixed_dtypes_are_refused_with_both_named(tmp_path: Path) -> None:
     arrays = {**tensors(), "sequences.0.layers.5.keys": torch.ones(HK, T, D, dtype=torch.bfloat16)}
-    refused(tmp_path, arrays, meta(), "layers.5.keys is BF16, .*values is F32", "dtype")
+    expect_refused(tmp_path, arrays, meta(), "layers.5.keys is BF16, .*values is F32", "dtype")
 
 
 def test_infinity_is_refused_by_place(tmp_path: Path) -> None:
     arrays = tensors()
     arrays["sequences.0.layers.5.values"][1, 7, 2] = float("inf")
-    refused(tmp_path, arrays, meta(), "layer 5 values holds inf in head 1, row 7", "not-finite")
+    expect_refused(tmp_path, arrays, meta(), "layer 5 values holds inf in head 1, row 7", "not-finite")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def edit(path: Path, name: str, change: Callable[[Any], Any]) -> None:
     reseal(path)
 
 
-def refused(path: Path, words: str, code: str = "trace-unsafe") -> None:
+def expect_refused(path: Path, words: str, code: str = "trace-unsafe") -> None:
     with pytest.raises(KvtoolError, match=words) as caught:
         open_trace(path)
     assert caught.value.code == code
@@ -50,13 +50,13 @@ def test_seventy_terabytes_are_refused_before_anything_is_allocated(make_trace: 
     huge = 70 * 10**12 // (6 * 4)
     edit(path, KEYS, lambda d: d.update(shape=[2, huge, 6]))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    refused(path, "expected 3 dimensions, none above")
+    expect_refused(path, "expected 3 dimensions, none above")
     huge = 10**12
     edit(path, KEYS, lambda d: d.update(shape=[2, huge, 6]))
-    refused(path, "chunks other than")
+    expect_refused(path, "chunks other than")
     rows = -(-huge // (-(-huge // 16384)))
     edit(path, KEYS, lambda d: d["chunk_grid"]["configuration"].update(chunk_shape=[1, rows, 6]))
-    refused(path, "but has 2 chunk files")
+    expect_refused(path, "but has 2 chunk files")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # kB
 
 
@@ -68,7 +68,7 @@ def test_wide_rows_do_not_fit_their_files(make_trace: Callable[..., Path]) -> No
         document["chunk_grid"]["configuration"]["chunk_shape"] = [1, 40, 1 << 38]
 
     edit(path, KEYS, widen)
-    refused(path, "does not fit the shape")
+    expect_refused(path, "does not fit the shape")
 
 
 def test_a_frame_that_unpacks_to_more_than_metadata_says(make_trace: Callable[..., Path]) -> None:
@@ -108,9 +108,9 @@ def test_codecs_outside_the_list_are_refused_and_nothing_runs(
     path, canary = make_trace(), tmp_path / "canary"
     (path / "sequences/0000/layers/03/keys/c/1/0/0").write_bytes(pickle.dumps(Canary(canary)))
     edit(path, KEYS, lambda d: d.update(codecs=[{"name": name, "configuration": {}}]))
-    refused(path, f"the codec '{name}'")
+    expect_refused(path, f"the codec '{name}'")
     edit(path, KEYS, lambda d: d.update(codecs=[{"name": "bytes", "configuration": {"endian": "little"}}, name]))
-    refused(path, f"the codec '{name}'")
+    expect_refused(path, f"the codec '{name}'")
     assert not canary.exists()
 
 
@@ -154,7 +154,7 @@ def test_codecs_outside_the_list_are_refused_and_nothing_runs(
 def test_array_metadata_that_lies(make_trace: Callable[..., Path], change: dict[str, Any], words: str) -> None:
     path = make_trace(lengths=(40,))
     edit(path, KEYS, lambda d: d.update(change))
-    refused(path, words)
+    expect_refused(path, words)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_array_metadata_that_lies(make_trace: Callable[..., Path], change: dict[
 def test_layer_attributes_that_lie(make_trace: Callable[..., Path], change: dict[str, Any], words: str) -> None:
     path = make_trace(lengths=(40,))
     edit(path, LAYER, lambda d: d["attributes"]["kvtool"].update(change))
-    refused(path, words)
+    expect_refused(path, words)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_layer_attributes_that_lie(make_trace: Callable[..., Path], change: dict
 def test_rotation_attributes_that_lie(make_trace: Callable[..., Path], change: dict[str, Any], words: str) -> None:
     path = make_trace(lengths=(40,))
     edit(path, LAYER, lambda d: d["attributes"]["kvtool"]["rotation"].update(change))
-    refused(path, words)
+    expect_refused(path, words)
 
 
 @pytest.mark.parametrize("source", [3, 4, 11, 10**9])
@@ -215,7 +215,7 @@ def test_donors_that_are_none(make_trace: Callable[..., Path], source: int) -> N
     if source == 3:
         assert open_trace(path).layer_ids == [3, 11]
     else:
-        refused(path, "which has none|kv_source")
+        expect_refused(path, "which has none|kv_source")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_donors_that_are_none(make_trace: Callable[..., Path], source: int) -> N
 def test_sequence_attributes_that_lie(make_trace: Callable[..., Path], change: dict[str, Any], words: str) -> None:
     path = make_trace(lengths=(40,))
     edit(path, SEQUENCE, lambda d: d["attributes"]["kvtool"].update(change))
-    refused(path, words)
+    expect_refused(path, words)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_names_that_lead_out_of_the_trace(make_trace: Callable[..., Path], name:
     entries = {n: file_entry(path / n) for n in list_files(path)}
     entries[name] = Entry(0, "0" * 64)
     (path / "COMMIT.json").write_bytes(seal(entries)[0])
-    refused(path, "no path inside a trace")
+    expect_refused(path, "no path inside a trace")
 
 
 @pytest.mark.parametrize(
@@ -269,14 +269,14 @@ def test_commit_entries_that_are_none(make_trace: Callable[..., Path], pair: Any
     body = json.dumps({"files": {"zarr.json": pair}, "format": 1}, separators=(",", ":"))[:-1].encode()
     digest = hashlib.sha256(body).hexdigest()
     (path / "COMMIT.json").write_bytes(body + f',"sha256":"{digest}"}}\n'.encode())
-    refused(path, "does not give length and SHA-256 of zarr.json")
+    expect_refused(path, "does not give length and SHA-256 of zarr.json")
 
 
 def test_foreign_files_are_refused(make_trace: Callable[..., Path]) -> None:
     path = make_trace(lengths=(6,))
     (path / "run.py").write_text("print('hello')")
     reseal(path)
-    refused(path, "run.py is no part of format 1")
+    expect_refused(path, "run.py is no part of format 1")
 
 
 def test_foreign_arrays_and_chunks_are_refused(make_trace: Callable[..., Path]) -> None:
@@ -285,13 +285,13 @@ def test_foreign_arrays_and_chunks_are_refused(make_trace: Callable[..., Path]) 
     source = (path / "sequences/0000/tokens/zarr.json").read_text()
     (path / "sequences/0000/extra/zarr.json").write_text(source)
     reseal(path)
-    refused(path, "an array that format 1 does not have")
+    expect_refused(path, "an array that format 1 does not have")
     (path / "sequences/0000/extra/zarr.json").rename(path / "sequences/0000/extra/c")
     (path / "sequences/0000/extra/c").unlink()
     (path / "sequences/0000/extra/c").mkdir()
     (path / "sequences/0000/extra/c/0").write_text(source)
     reseal(path)
-    refused(path, "chunks but no metadata")
+    expect_refused(path, "chunks but no metadata")
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_absurd_json(make_trace: Callable[..., Path], text: str, words: str) -> 
     path = make_trace(lengths=(6,))
     (path / KEYS).write_text(text)
     reseal(path)
-    refused(path, words)
+    expect_refused(path, words)
 
 
 def test_brackets_inside_text_do_not_count_as_nesting(make_trace: Callable[..., Path]) -> None:
@@ -329,20 +329,20 @@ def test_a_newer_format_is_named(make_trace: Callable[..., Path]) -> None:
     body = b'{"files":{},"format":3'
     seal3 = body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
     (path / "COMMIT.json").write_bytes(seal3)
-    refused(path, "was written by format 3, this version reads up to 1", "trace-format")
+    expect_refused(path, "was written by format 3, this version reads up to 1", "trace-format")
 
 
 def test_a_newer_format_in_the_manifest_is_named(make_trace: Callable[..., Path]) -> None:
     path = make_trace(lengths=(6,))
     edit(path, "zarr.json", lambda d: d["attributes"]["kvtool"].update(format=2))
-    refused(path, "was written by format 2, this version reads up to 1", "trace-format")
+    expect_refused(path, "was written by format 2, this version reads up to 1", "trace-format")
 
 
 @pytest.mark.parametrize("value", [None, "1", 0, True, 1.0])
 def test_no_format_number(make_trace: Callable[..., Path], value: Any) -> None:
     path = make_trace(lengths=(6,))
     edit(path, "zarr.json", lambda d: d["attributes"]["kvtool"].update(format=value))
-    refused(path, "states no format number")
+    expect_refused(path, "states no format number")
 
 
 def test_consolidated_metadata_is_refused_and_null_is_not(make_trace: Callable[..., Path]) -> None:
@@ -350,14 +350,14 @@ def test_consolidated_metadata_is_refused_and_null_is_not(make_trace: Callable[.
     edit(path, "zarr.json", lambda d: d.update(consolidated_metadata=None))
     assert open_trace(path).layer_ids == [3, 11]
     edit(path, "zarr.json", lambda d: d.update(consolidated_metadata={"kind": "inline", "metadata": {}}))
-    refused(path, "holds more than the attributes of a group")
+    expect_refused(path, "holds more than the attributes of a group")
 
 
 def test_missing_sequence_number(make_trace: Callable[..., Path]) -> None:
     path = make_trace()
     (path / "sequences/0000").rename(path / "sequences/0005")
     reseal(path)
-    refused(path, r"has the sequences \[1, 5\]")
+    expect_refused(path, r"has the sequences \[1, 5\]")
 
 
 def test_text_offsets_that_lie(make_trace: Callable[..., Path]) -> None:
@@ -399,4 +399,4 @@ def test_query_steps_that_lie(make_trace: Callable[..., Path], how: str) -> None
 def test_a_manifest_that_is_no_object(make_trace: Callable[..., Path], name: str) -> None:
     path = make_trace()
     edit(path, "zarr.json", lambda d: d["attributes"]["kvtool"].update({name: 7}))
-    refused(path, f"whose {name} is no object")
+    expect_refused(path, f"whose {name} is no object")
