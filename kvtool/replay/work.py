@@ -61,8 +61,9 @@ def servable(plan: Plan, work: list[tuple[Sequence, int, int]], optional: bool) 
         KvtoolError: `trace-lacks` for a policy that was asked for by name.
     """
     kept, warnings = [], []
+    donors = [(donor_of(s, s.layer(layer_id)), step) for s, layer_id, step in work]  # each reads small arrays
     for label, policy in plan.policies:
-        reasons = (missing_for(policy, donor_of(s, s.layer(layer_id)), step) for s, layer_id, step in work)
+        reasons = (missing_for(policy, donor, step) for donor, step in donors)
         reason = next((r for r in reasons if r), None)
         if reason is None:
             kept.append((label, policy))
