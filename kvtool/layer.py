@@ -65,12 +65,14 @@ class Gradients:
     """How the gradients of one sequence were drawn: what every layer's `output_gradients` have in common.
 
     Attributes:
-        draws: S, independent draws of next tokens from the model's own full-cache distribution.
+        draws: S, independent draws from the model's own full-cache distribution of next tokens.
         block: evaluated steps per block; targets beyond a step's own block are cut from its gradient.
         at: which steps were evaluated: those of the continuation, of the prompt, or all.
         targets: half-open range of steps whose next token was drawn; step t' predicts row t'+1.
         steps: how many steps' next tokens were drawn, the divisor of a mean per step.
         seed: seed of the draws.
+        probe: what was drawn at the logits, either with the Fisher information as covariance: `tokens`, the
+            gradient of a drawn token's log-probability, or `signs`, random signs through its square root.
     """
 
     draws: int
@@ -79,6 +81,7 @@ class Gradients:
     targets: tuple[int, int]
     steps: int
     seed: int
+    probe: Literal["signs", "tokens"] = "tokens"
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +141,8 @@ class Layer:
 
     @cached_property
     def output_gradients(self) -> Tensor | None:
-        """[S, H, Tg, Dv], or None where the trace holds none: per draw, the derivative of the summed
-        log-probabilities of the drawn tokens with respect to attention's output, before any gate or
-        output projection."""
+        """[S, H, Tg, Dv], or None where the trace holds none: per draw, what was drawn at the logits, pulled
+        back to attention's output before any gate or output projection."""
         return self._load("output_gradients") if "output_gradients" in self.loaders else None
 
     def has(self, name: str) -> bool:

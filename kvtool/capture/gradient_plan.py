@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from kvtool.capture.cotangents import PROBES, Probe
 from kvtool.errors import KvtoolError
 from kvtool.layer import Gradients
 
@@ -19,6 +20,14 @@ def parse_at(text: str | None) -> At:
     if text in known:
         return known[text]
     raise KvtoolError("usage", f"--gradients-at {text} is not continuation, prompt or all")
+
+
+def parse_probe(text: str | None) -> Probe:
+    """`signs` (also for None) or `tokens`."""
+    known: dict[str | None, Probe] = {None: "signs", **{word: word for word in PROBES}}
+    if text in known:
+        return known[text]
+    raise KvtoolError("usage", f"--gradient-probe {text} is not signs or tokens")
 
 
 def parse_targets(text: str) -> tuple[int, int]:
@@ -41,6 +50,7 @@ class GradientPlan:
         targets: half-open range of steps whose next token is drawn; None for all evaluated ones.
         block: evaluated steps per block; None for one block.
         seed: of the draws.
+        probe: what is drawn at the logits.
     """
 
     draws: int
@@ -48,6 +58,7 @@ class GradientPlan:
     targets: tuple[int, int] | None = None
     block: int | None = None
     seed: int = 0
+    probe: Probe = "signs"
 
     def evaluated(self, prompt_length: int, tokens: int) -> range:
         """The steps that get gradients, of a sequence of `tokens` rows."""
@@ -73,4 +84,4 @@ class GradientPlan:
                 "choose targets inside them, or other steps with --gradients-at",
             )
         block = len(steps) if self.block is None else min(self.block, len(steps))
-        return Gradients(self.draws, block, self.at, (low, high), high - low, self.seed)
+        return Gradients(self.draws, block, self.at, (low, high), high - low, self.seed, self.probe)

@@ -1,8 +1,7 @@
 """Gradients: how the model's own next-token log-probabilities depend on every attention output of the evaluated steps.
 
-A zero is added to the output of each layer's attention function, tokens are drawn from the model's
-own distribution behind every target step, and the sum of their log-probabilities is differentiated
-by the zeros: once a draw. Parameters and the cache before a block are constant; keys and values
+A zero is added to the output of each layer's attention function, and random cotangents at the logits of
+every target step (see kvtool.capture.cotangents) are pulled back to the zeros: once a draw. Parameters and the cache before a block are constant; keys and values
 that the block's own steps write are part of the graph.
 """
 
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtool.capture.cotangents import Probe, cotangents
 from kvtool.capture.generation import Feed
 from kvtool.capture.gradient_plan import GradientPlan
 from kvtool.capture.hook import AttentionCall, observed
@@ -36,13 +36,13 @@ class Drawn:
         how: see kvtool.layer.Gradients.
         steps: [Tg] their rows, ascending.
         arrays: layer -> [S, H, Tg, Dv] in the run's dtype.
-        picks: [S, steps] the tokens drawn behind each target step.
+        uniforms: [S, steps] in [0, 1), the number that decided each draw at each target step.
     """
 
     how: Gradients
     steps: Tensor
     arrays: dict[int, Tensor]
-    picks: Tensor
+    uniforms: Tensor
 
 
 class _Zeros:
@@ -74,7 +74,7 @@ def draw_gradients(
     samples: Mapping[int, Tensor],
     progress: Callable[[int], None] | None = None,
 ) -> Drawn:
-    """Draw next tokens and differentiate their log-probabilities by the attention outputs of the evaluated steps.
+    """Draw cotangents at the logits and pull them back to the attention outputs of the evaluated steps.
 
     Args:
         model: causal language model in evaluation mode, parameters without gradients.
@@ -90,7 +90,6 @@ def draw_gradients(
     """
     steps, how = plan.evaluated(prompt_length, len(tokens)), plan.drawn(prompt_length, len(tokens))
     uniforms = _uniforms(plan, tokens)  # [S, T]
-    picks: list[Tensor] = []
     arrays: dict[int, Tensor] = {}
     for start in range(steps.start, how.targets[1], how.block):
         stop = min(start + how.block, steps.stop)
@@ -98,8 +97,8 @@ def draw_gradients(
         rest = None if stop >= how.targets[1] else feed.fork()
         if stop > how.targets[0]:
             targets = range(max(start, how.targets[0]), min(stop, how.targets[1]))
-            blocks, drawn = _block(model, feed, tokens, cuts, targets, uniforms, geometries, samples)
-            picks.append(drawn)
+            numbers = uniforms[:, targets.start : targets.stop]
+            blocks = _block(model, feed, tokens, cuts, targets, numbers, plan.probe, geometries, samples)
             for layer, block in blocks.items():
                 if layer not in arrays:
                     arrays[layer] = block.new_zeros(*block.shape[:2], len(steps), block.shape[3])
@@ -111,7 +110,7 @@ def draw_gradients(
             for low, high in itertools.pairwise(cuts):
                 rest.push(tokens[low:high])
             feed = rest
-    return Drawn(how, torch.arange(steps.start, steps.stop), arrays, torch.cat(picks, 1))
+    return Drawn(how, torch.arange(steps.start, steps.stop), arrays, uniforms[:, how.targets[0] : how.targets[1]])
 
 
 def _block(
@@ -121,17 +120,18 @@ def _block(
     cuts: list[int],
     targets: range,
     uniforms: Tensor,
+    probe: Probe,
     geometries: Mapping[int, Geometry],
     samples: Mapping[int, Tensor],
-) -> tuple[dict[int, Tensor], Tensor]:
-    """Gradients [S, H, n, Dv] of one block's steps, by layer, and the tokens drawn [S, targets].
+) -> dict[int, Tensor]:
+    """Gradients [S, H, n, Dv] of one block's steps, by layer.
 
     Steps behind the last target may be missing.
 
     Args:
         cuts: the block's first step, where its forwards meet, and the step behind its last.
         targets: steps of the block whose next token is drawn.
-        uniforms: [S, T] numbers in [0, 1) that decide the draws.
+        uniforms: [S, targets] numbers in [0, 1) that decide the draws.
     """
     zeros = _Zeros(geometries)
     parts: list[Tensor] = []
@@ -146,14 +146,10 @@ def _block(
     logits = torch.cat(parts)  # [targets, V]
     if not logits.requires_grad:
         raise _not_differentiable(model, "its logits carry no gradient")
-    downhill, picks, rises = _distribution(logits, uniforms[:, targets.start : targets.stop])
     wanted = [zero for layer in geometries for zero in zeros.added[layer]]
     found: dict[int, list[Tensor]] = {layer: [] for layer in geometries}
-    for draw in range(len(picks)):
-        # d log p(y) / d logits = onehot(y) - p
-        slope = downhill.clone()
-        slope[torch.arange(len(slope)), picks[draw]] = rises[draw]
-        keep_graph = draw < len(picks) - 1
+    for draw, slope in enumerate(cotangents(probe, logits, uniforms)):
+        keep_graph = draw < len(uniforms) - 1
         try:
             grads = torch.autograd.grad(logits, wanted, slope, retain_graph=keep_graph, allow_unused=True)
         except RuntimeError as error:
@@ -166,24 +162,7 @@ def _block(
             # What an earlier forward's last layer gave leads nowhere where no token is drawn behind it.
             whole = [torch.zeros_like(zero[0]) if piece is None else piece[0] for zero, piece in pieces]
             found[layer].append(torch.cat(whole).transpose(0, 1))
-    return {layer: torch.stack(grads) for layer, grads in found.items()}, picks
-
-
-def _distribution(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """-p [n, V], the tokens picked [S, n] and 1 - p of them [S, n].
-
-    The softmax is in float64; one number of `uniforms` [S, n] picks one token by the distribution function.
-    """
-    picks = torch.empty(uniforms.shape, dtype=torch.int64)
-    rises = torch.empty(uniforms.shape, dtype=torch.float64)
-    downhill = torch.empty_like(logits, requires_grad=False)
-    for row, values in enumerate(logits.detach()):
-        probabilities = values.to(torch.float64).softmax(-1)
-        reached = probabilities.cumsum(-1)
-        picked = torch.searchsorted(reached, uniforms[:, row] * reached[-1], right=True).clamp_max(len(reached) - 1)
-        picks[:, row], rises[:, row] = picked, 1 - probabilities[picked]
-        downhill[row] = -probabilities
-    return downhill, picks, rises.to(logits.dtype)
+    return {layer: torch.stack(grads) for layer, grads in found.items()}
 
 
 def _uniforms(plan: GradientPlan, tokens: list[int]) -> Tensor:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.capture.gradient_plan import GradientPlan, parse_at, parse_targets
+from kvtool.capture.gradient_plan import GradientPlan, parse_at, parse_probe, parse_targets
 from kvtool.errors import KvtoolError
 from kvtool.words import parse_ids
 
@@ -98,6 +98,7 @@ class Request:
     gradients_at: str | None = None
     gradient_targets: str | None = None
     gradient_block: int | None = None
+    gradient_probe: str | None = None
     max_memory: str | int | None = None
     online: bool = False
     force: bool = False
@@ -117,7 +118,8 @@ class Request:
         if self.gradients is None:
             return None
         targets = None if self.gradient_targets is None else parse_targets(self.gradient_targets)
-        return GradientPlan(self.gradients, parse_at(self.gradients_at), targets, self.gradient_block, self.seed)
+        at, probe = parse_at(self.gradients_at), parse_probe(self.gradient_probe)
+        return GradientPlan(self.gradients, at, targets, self.gradient_block, self.seed, probe)
 
     @property
     def text_files(self) -> tuple[Path, ...]:
@@ -205,7 +207,7 @@ class Request:
 
     def _check_gradients(self) -> None:
         plan = self.gradient_plan
-        for name in ("gradients_at", "gradient_targets", "gradient_block"):
+        for name in ("gradients_at", "gradient_targets", "gradient_block", "gradient_probe"):
             if plan is None and getattr(self, name) is not None:
                 raise KvtoolError(
                     "usage",

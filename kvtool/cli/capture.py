@@ -59,7 +59,7 @@ def command(
         True, "--output-projection/--no-output-projection", help="Store the output projection.", rich_help_panel=_STORE
     ),
     gradients: int | None = typer.Option(
-        None, min=1, help="Store gradients of S draws of next tokens: what predicted_kl needs.", rich_help_panel=_STORE
+        None, min=1, help="Store gradients of S random draws: what predicted_kl needs.", rich_help_panel=_STORE
     ),
     gradients_at: str | None = typer.Option(
         None, help="Steps with gradients: continuation (the default), prompt or all.", rich_help_panel=_STORE
@@ -69,6 +69,9 @@ def command(
     ),
     gradient_block: int | None = typer.Option(
         None, min=1, help="Cut gradients at every N steps; one block.", rich_help_panel=_STORE
+    ),
+    gradient_probe: str | None = typer.Option(
+        None, help="What is drawn: signs (the default) or next tokens (tokens).", rich_help_panel=_STORE
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Say tokens, disk and memory; run nothing."),
     max_memory: str | None = typer.Option(
@@ -110,6 +113,7 @@ def command(
         gradients_at=gradients_at,
         gradient_targets=gradient_targets,
         gradient_block=gradient_block,
+        gradient_probe=gradient_probe,
         max_memory=max_memory,
         online=online,
         force=force,

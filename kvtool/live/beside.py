@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from statistics import fmean
 from typing import Any
 
 from kvtool.errors import KvtoolError
-from kvtool.live.calibration import ERRORS, calibrate, predictors
+from kvtool.live.calibration import AVERAGED, ERRORS, calibrate, predictors
 from kvtool.live.tables import Entries
 from kvtool.replay.plan import Plan
 from kvtool.replay.run import replay
@@ -38,9 +40,26 @@ def replay_beside(trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]
         raise KvtoolError("internal", "replay and live run decided differently on the same trace")
     cells = result.entries("cells")
     _fill(tables["cells"], cells, (), [*predictors(cells[0]), *(c for c in ERRORS if c not in cells[0])])
+    _average(tables["cells"], result.entries("rows"))
     _fill(tables["layers"], result.entries("layers"), ("layer",), ["layer_error"])
     _fill(tables["rows"], result.entries("rows"), ("layer", "q_head"), ["output_error"])
     tables["calibration"] = calibrate(tables["cells"])
+
+
+def _average(cells: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    """The means of AVERAGED over layers and heads, and over sequences where `sequence` is null."""
+    found: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        for column, of in AVERAGED.items():
+            if row[of] is not None:
+                found[_key(row)][column].append(row[of])
+    over: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (_, *cell), columns in found.items():
+        for column, values in columns.items():
+            over[None, *cell][column].append(fmean(values))
+    for entry in cells:
+        known = (over if entry["sequence"] is None else found)[_key(entry)]
+        entry.update({column: fmean(known[column]) if known[column] else None for column in AVERAGED})
 
 
 def _key(entry: dict[str, Any], *place: str) -> tuple[Any, ...]:

@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 
+# Columns of replay's cells, and what of its rows is averaged over layers and heads to stand beside them.
 ERRORS = ("mean_layer_error", "mean_output_error")
+AVERAGED = {"mean_cosine_distance": "cosine_distance", "mean_evicted_mass": "evicted_mass"}
 
 
 def predictors(columns: Iterable[str]) -> list[str]:
-    """The replay columns that foretell damage: predicted KL in every window, then the relative errors."""
+    """The columns that foretell damage: predicted KL in every window, the relative errors, the other changes."""
+    columns = list(columns)
     found = [c for c in columns if re.fullmatch(r"predicted_kl(_w\d+)?", c)]
-    return [*found, *(c for c in ERRORS if c in columns)]
+    return [*found, *(c for c in (*ERRORS, *AVERAGED) if c in columns)]
 
 
 def calibrate(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

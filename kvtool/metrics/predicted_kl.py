@@ -1,8 +1,8 @@
 """predicted_kl: how far eviction moves the model's predictions, to second order, without running the model.
 
-Let y be drawn at every step from the model's own full-cache distribution, and g = d/df of the summed
-log p(y). Then E[(g·delta)^2] is delta^T F delta with the Fisher information F, and half of it is the
-leading term of KL(full || evicted).
+Let c be drawn at every step's logits z with the Fisher information of the model's own full-cache distribution
+as covariance, and g = d/df of the summed c·z. Then E[(g·delta)^2] is delta^T F delta with the Fisher
+information F of the outputs, and half of it is the leading term of KL(full || evicted).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PredictedKL(Metric):
         Column("predicted_kl_high", "cell", UNIT, "none", "upper end"),
         Column(f"predicted_kl_w{WINDOW}", "cell", UNIT, "lower", f"the same with windows of {WINDOW} steps"),
         Column("predicted_kl_steps", "cell", "steps", "none", "evaluated steps whose next token was drawn"),
-        Column("predicted_kl_draws", "cell", "draws", "none", "independent draws of next tokens"),
+        Column("predicted_kl_draws", "cell", "draws", "none", "independent draws of gradients"),
     )
 
     def partial(self, errors: StepErrors, geometry: Geometry, retained: RetainedSet) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from kvtool.trace.layout import dtype_name, layer_path
 from kvtool.trace.metadata import Tree
 
 GRADIENT_FIELDS = ("draws", "block", "at", "targets", "steps", "seed")
+PROBE = "probe"  # absent where tokens were drawn
 MOST_DRAWS = 1 << 20
 MOST_LOSS = 0.01  # relative L2 that rounding may cost one draw of one layer
 
@@ -27,6 +28,7 @@ def gradient_attributes(gradients: Gradients) -> dict[str, Any]:
         "targets": list(gradients.targets),
         "steps": gradients.steps,
         "seed": gradients.seed,
+        PROBE: gradients.probe,
     }
 
 
@@ -41,7 +43,7 @@ def parse_gradients(values: Any, where: str, length: int) -> Gradients | None:
     """
     if values is None:
         return None
-    fields = Fields(values, GRADIENT_FIELDS, f"{where}: gradients")
+    fields = Fields(values, (*GRADIENT_FIELDS, PROBE), f"{where}: gradients")
     for name in GRADIENT_FIELDS:
         fields.require(name)
     targets = fields.values["targets"]
@@ -55,7 +57,14 @@ def parse_gradients(values: Any, where: str, length: int) -> Gradients | None:
         targets=(targets[0], targets[1]),
         steps=cast(int, fields.whole("steps", 1, length)),
         seed=cast(int, fields.whole("seed", 0, (1 << 64) - 1)),
+        probe=_probe(fields),
     )
+
+
+def _probe(fields: Fields) -> Literal["signs", "tokens"]:
+    if fields.values.get(PROBE) is None:
+        return "tokens"
+    return cast(Literal["signs", "tokens"], fields.word(PROBE, ("signs", "tokens")))
 
 
 def check_gradients(tree: Tree, index: int, layer: int, gradients: Gradients | None) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from kvtool.capture.cotangents import cotangents, pick
 from kvtool.capture.generation import Feed
 from kvtool.capture.gradient_plan import GradientPlan
 from kvtool.capture.gradients import draw_gradients
@@ -25,8 +26,8 @@ SMALL = [3, 7, 1, 10, 0, 4, 4, 9, 2, 8, 5, 6]
 SMALL_PROMPT = 5
 
 
-def likelihoods(model, projections, shapes, tokens):
-    """log p [T, V] of an ordinary forward without a cache, and by layer the zeros [T, H * Dv] that were added to
+def plain_logits(model, projections, shapes, tokens):
+    """Logits [T, V] of an ordinary forward without a cache, and by layer the zeros [T, H * Dv] that were added to
     attention's outputs where they enter the output projection."""
     dtype = next(model.parameters()).dtype
     zeros = {
@@ -37,20 +38,31 @@ def likelihoods(model, projections, shapes, tokens):
         for layer, zero in zeros.items()
     ]
     try:
-        return model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1), zeros
+        return model(input_ids=torch.tensor([tokens])).logits[0], zeros
     finally:
         for handle in handles:
             handle.remove()
 
 
-def expected(model, projections, shapes, tokens, picks, targets):
-    """layer -> [H, T, Dv]: derivative of the sum of the picked tokens' log-probabilities behind `targets`."""
-    likely, zeros = likelihoods(model, projections, shapes, tokens)
-    total = sum(likely[t, y] for t, y in zip(targets, picks, strict=True))
+def expected(model, projections, shapes, tokens, drawn, draw, targets):
+    """layer -> [H, T, Dv]: what draw number `draw` behind `targets`, some of `drawn`'s own, pulls back."""
+    logits, zeros = plain_logits(model, projections, shapes, tokens)
+    numbers = drawn.uniforms[draw, [t - drawn.how.targets[0] for t in targets]]
+    if drawn.how.probe == "tokens":
+        likely = logits.log_softmax(-1)
+        total = sum(likely[t, y] for t, y in zip(targets, picked(logits[targets], numbers), strict=True))
+    else:
+        (cotangent,) = cotangents("signs", logits[targets], numbers[None])
+        total = (cotangent * logits[targets]).sum()
     grads = torch.autograd.grad(total, list(zeros.values()))
     return {
         layer: grad.view(len(tokens), *shapes[layer]).transpose(0, 1) for layer, grad in zip(zeros, grads, strict=True)
     }
+
+
+def picked(logits, numbers):
+    """The tokens that `numbers` [n] draw from the distributions of `logits` [n, V]."""
+    return [pick(p, u) for p, u in zip(logits.detach().to(torch.float64).softmax(-1), numbers.tolist(), strict=True)]
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
@@ -95,17 +107,18 @@ def close(found, wanted, bound=2e-5):
     return float((found - wanted).norm() / wanted.norm().clamp_min(1e-12)) < bound
 
 
+@pytest.mark.parametrize("probe", ["signs", "tokens"])
 @pytest.mark.parametrize("at", ["continuation", "prompt", "all"])
-def test_gradients_are_the_jacobians_rows_added_up(small, at):
+def test_gradients_are_the_jacobians_rows_added_up(small, at, probe):
     model, projections, shapes, _ = small
-    drawn = draw(small, GradientPlan(3, at=at))
+    drawn = draw(small, GradientPlan(3, at=at, probe=probe))
     steps = {"continuation": range(5, 12), "prompt": range(5), "all": range(12)}[at]
     assert drawn.steps.tolist() == list(steps)
     assert (drawn.how.targets, drawn.how.steps, drawn.how.block) == ((steps.start, steps.stop), len(steps), len(steps))
-    assert drawn.picks.shape == (3, len(steps))
+    assert drawn.uniforms.shape == (3, len(steps))
     for s in range(3):
         # Rows behind the evaluated steps have no part in a target's prediction, so the whole text may run.
-        wanted = expected(model, projections, shapes, SMALL, drawn.picks[s].tolist(), steps)
+        wanted = expected(model, projections, shapes, SMALL, drawn, s, steps)
         for layer, array in drawn.arrays.items():
             assert array.shape == (3, 2, len(steps), 4)
             assert close(array[s], wanted[layer][:, steps.start : steps.stop])
@@ -115,7 +128,8 @@ def test_gradients_are_the_jacobians_rows_added_up(small, at):
 def test_finite_differences_say_the_same(small):
     """Central differences of the log-probabilities in float64, one head, step and channel at a time."""
     model, projections, shapes, _ = small
-    drawn = draw(small, GradientPlan(1, seed=9))
+    drawn = draw(small, GradientPlan(1, seed=9, probe="tokens"))
+    picks = picked(model(input_ids=torch.tensor([SMALL])).logits[0, 5:], drawn.uniforms[0])
     for layer, head, step, channel in ((0, 0, 5, 1), (0, 1, 8, 3), (1, 0, 6, 0), (1, 1, 11, 2), (0, 1, 11, 0)):
         values = []
         for sign in (1e-5, -1e-5):
@@ -126,7 +140,7 @@ def test_finite_differences_say_the_same(small):
             )
             likely = model(input_ids=torch.tensor([SMALL])).logits[0].log_softmax(-1)
             handle.remove()
-            values.append(float(sum(likely[t, y] for t, y in zip(range(5, 12), drawn.picks[0], strict=True))))
+            values.append(float(sum(likely[t, y] for t, y in zip(range(5, 12), picks, strict=True))))
         slope = (values[0] - values[1]) / 2e-5
         assert slope == pytest.approx(float(drawn.arrays[layer][0, head, step - 5, channel]), abs=1e-8)
 
@@ -135,13 +149,12 @@ def test_finite_differences_say_the_same(small):
 def test_blocks_cut_later_terms_exactly(small, block):
     model, projections, shapes, _ = small
     whole, cut = draw(small, GradientPlan(2)), draw(small, GradientPlan(2, block=block))
-    assert torch.equal(whole.picks, cut.picks)
+    assert torch.equal(whole.uniforms, cut.uniforms)
     assert cut.how.block == min(block, 7)
     for s in range(2):
         for start in range(5, 12, block):
             inside = range(start, min(start + block, 12))
-            picks = cut.picks[s, start - 5 : inside.stop - 5].tolist()
-            wanted = expected(model, projections, shapes, SMALL, picks, inside)
+            wanted = expected(model, projections, shapes, SMALL, cut, s, inside)
             for layer, array in cut.arrays.items():
                 assert close(array[s][:, start - 5 : inside.stop - 5], wanted[layer][:, start : inside.stop])
     if block < 7:
@@ -156,18 +169,17 @@ def test_targets_restrict_and_nothing_flows_back_in_time(small, at, block, targe
     everything = draw(small, GradientPlan(2, at=at, block=block))
     first = 0 if at == "all" else 5
     assert (drawn.how.targets, drawn.how.steps) == (targets, targets[1] - targets[0])
-    assert torch.equal(drawn.picks, everything.picks[:, targets[0] - first : targets[1] - first])
+    assert torch.equal(drawn.uniforms, everything.uniforms[:, targets[0] - first : targets[1] - first])
     for s in range(2):
         for start in range(first, 12, block or 99):
             stop = min(start + (block or 99), 12)
             inside = range(max(start, targets[0]), min(stop, targets[1]))
-            picks = drawn.picks[s, inside.start - targets[0] : inside.stop - targets[0]].tolist() if inside else []
             for layer, array in drawn.arrays.items():
                 part = array[s][:, start - first : stop - first]
                 if not inside:
                     assert int(part.count_nonzero()) == 0
                     continue
-                wanted = expected(model, projections, shapes, SMALL, picks, inside)[layer][:, start:stop]
+                wanted = expected(model, projections, shapes, SMALL, drawn, s, inside)[layer][:, start:stop]
                 assert close(part, wanted)
                 assert int(part[:, inside.stop - start :].count_nonzero()) == 0
                 assert bool((part[:, inside.stop - 1 - start] != 0).any())
@@ -176,22 +188,31 @@ def test_targets_restrict_and_nothing_flows_back_in_time(small, at, block, targe
 def test_only_targets_in_the_prompt_part_of_all_steps(small):
     model, projections, shapes, _ = small
     drawn = draw(small, GradientPlan(1, at="all", targets=(1, 4)))
-    wanted = expected(model, projections, shapes, SMALL, drawn.picks[0].tolist(), range(1, 4))
+    wanted = expected(model, projections, shapes, SMALL, drawn, 0, range(1, 4))
     for layer, array in drawn.arrays.items():
         assert close(array[0], wanted[layer])
         assert int(array[0][:, 4:].count_nonzero()) == 0
 
 
-def test_draws_are_the_models_own_distribution(small):
-    model = small[0]
-    drawn = draw(small, GradientPlan(1500, targets=(8, 9)))
-    probabilities = model(input_ids=torch.tensor([SMALL])).logits[0, 8].double().softmax(-1)
-    share = torch.bincount(drawn.picks[:, 0], minlength=11) / 1500
-    assert float((share - probabilities).abs().max()) < 0.05
-    # The mean of a score function is zero: its average is noise of 1 / sqrt(draws).
-    for array in drawn.arrays.values():
-        flat = array.flatten(1)
-        assert float(flat.mean(0).norm() / flat.norm(dim=1).mean()) < 0.08
+@pytest.mark.parametrize("probe", ["signs", "tokens"])
+def test_draws_have_mean_zero_and_the_fisher_information_as_second_moment(small, probe):
+    """One target: the mean of g g^T is J^T (diag(p) - p p^T) J with the explicit Jacobian J of the logits."""
+    model, projections, shapes, _ = small
+    drawn = draw(small, GradientPlan(3000, targets=(8, 9), probe=probe))
+    logits, zeros = plain_logits(model, projections, shapes, SMALL)
+    jacobian = torch.cat(
+        [
+            torch.stack([torch.autograd.grad(value, zero, retain_graph=True)[0][8] for value in logits[8]])
+            for zero in zeros.values()
+        ],
+        1,
+    ).double()  # [V, layers * H * Dv]
+    p = logits[8].detach().double().softmax(-1)
+    fisher = jacobian.T @ (p.diag() - p[:, None] * p) @ jacobian
+    found = torch.cat([array[:, :, 3].flatten(1) for array in drawn.arrays.values()], 1).double()
+    assert float((found.T @ found / 3000 - fisher).norm() / fisher.norm()) < 0.1
+    # The average of a vector of mean 0 is noise of 1 / sqrt(draws).
+    assert float(found.mean(0).norm() / found.norm(dim=1).mean()) < 0.08
 
 
 def test_draws_come_from_seed_sequence_draw_and_step(small):
@@ -202,8 +223,8 @@ def test_draws_come_from_seed_sequence_draw_and_step(small):
         assert torch.equal(one.arrays[layer], again.arrays[layer])
         assert torch.equal(one.arrays[layer], more.arrays[layer][:2])
         assert not torch.equal(one.arrays[layer], other.arrays[layer])
-    assert torch.equal(everywhere.picks[:, 5:], one.picks)
-    assert not torch.equal(more.picks[0], more.picks[1])
+    assert torch.equal(everywhere.uniforms[:, 5:], one.uniforms)
+    assert not torch.equal(more.arrays[0][0], more.arrays[0][1])
 
 
 def primed(model):
@@ -227,7 +248,7 @@ def test_every_architecture_against_an_untouched_forward(tiny, name):
     shapes = {layer: (g.query_heads, g.value_dim) for layer, g in geometries.items()}
     projections = {layer: entry.projection for layer, entry in probed.items()}
     for s in range(2):
-        wanted = expected(model, projections, shapes, TOKENS, drawn.picks[s].tolist(), range(PROMPT, 39))
+        wanted = expected(model, projections, shapes, TOKENS, drawn, s, range(PROMPT, 39))
         state.restore()
         for layer, array in drawn.arrays.items():
             assert close(array[s], wanted[layer][:, PROMPT:], 1e-3), layer
@@ -253,7 +274,9 @@ def test_a_gate_behind_attention_is_differentiated_through(tiny):
     """No projection shows the output itself: central differences at the attention function."""
     model = tiny("qwen3_next")
     geometries = {layer: entry.geometry for layer, entry in probe(model).items()}
-    drawn = draw_gradients(model, primed(model)[0], GradientPlan(1), TOKENS, PROMPT, geometries, {})
+    plan = GradientPlan(1, probe="tokens")
+    drawn = draw_gradients(model, primed(model)[0], plan, TOKENS, PROMPT, geometries, {})
+    picks = torch.tensor(picked(primed(model)[0].logits(TOKENS[PROMPT:]), drawn.uniforms[0]))
     assert list(drawn.arrays) == [3]
     gradient = drawn.arrays[3][0].transpose(0, 1)  # [n, H, Dv]
     random = torch.Generator().manual_seed(8)
@@ -265,7 +288,7 @@ def test_a_gate_behind_attention_is_differentiated_through(tiny):
             feed = primed(model)[0]
             with observed(model, Shift(3, sign * direction)):
                 likely = feed.logits(TOKENS[PROMPT:]).double().log_softmax(-1)
-            values.append(float(likely.gather(1, drawn.picks[0][:, None]).sum()))
+            values.append(float(likely.gather(1, picks[:, None]).sum()))
         slope = float((gradient * direction).sum())
         assert (values[0] - values[1]) / 1e-2 == pytest.approx(slope, rel=3e-3)
 
@@ -278,8 +301,7 @@ def test_half_precision_runs_have_gradients_in_their_own_dtype(tiny, dtype):
     drawn = draw_gradients(model, primed(model)[0], GradientPlan(1), TOKENS, PROMPT, geometries, {})
     assert drawn.arrays[0].dtype == dtype
     assert bool(torch.isfinite(drawn.arrays[0]).all())
-    same = (drawn.picks[0] == exact.picks[0]).nonzero()[-1, 0]  # the last step sees its own target only
-    assert int(same) == 15
+    # The last step sees its own target only.
     assert close(drawn.arrays[2][0, :, 15].float(), exact.arrays[2][0, :, 15], 0.15)
 
 

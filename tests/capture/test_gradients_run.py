@@ -52,7 +52,7 @@ def files(trace, path):
 def test_what_the_trace_says(folder, tmp_path, text_file):
     trace = forced(folder, tmp_path, text_file, "qwen3", gradients=3, seed=11, layers="0,2")
     (sequence,) = trace.sequences
-    assert sequence.gradients == Gradients(3, 13, "continuation", (60, 73), 13, 11)
+    assert sequence.gradients == Gradients(3, 13, "continuation", (60, 73), 13, 11, "signs")
     assert trace.manifest["capture"]["gradients"] == 3
     for layer_id in (0, 2):
         layer = sequence.layer(layer_id)
@@ -73,7 +73,7 @@ def test_chunks_of_the_run_do_not_matter(folder, tmp_path, text_file):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next"])
 def test_generated_text_has_the_gradients_of_the_same_text_given(folder, tmp_path, name):
-    """A generation and teacher forcing on what it wrote draw the same tokens: one text, one set of gradients."""
+    """A generation and teacher forcing on what it wrote draw the same: one text, one set of gradients."""
     from kvtool.capture.gradient_plan import GradientPlan
     from kvtool.capture.gradients import draw_gradients
     from kvtool.capture.loading import load_config, load_model
@@ -202,11 +202,12 @@ def test_inspect_shows_them(folder, tmp_path, text_file, capsys):
         "targets": [62, 70],
         "steps": 8,
         "seed": 0,
+        "probe": "signs",
     }
     assert all(layer["output_gradients"] for layer in sequence["layers"])
     assert run(["inspect", str(tmp_path / "run.zarr"), "--verify"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "2 draws behind steps 62:70 (continuation, blocks of 5)" in shown
+    assert "2 draws of signs behind steps 62:70 (continuation, blocks of 5)" in shown
     assert "output_gradients" in shown
 
 

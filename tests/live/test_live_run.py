@@ -127,6 +127,11 @@ def test_full_changes_nothing_and_decisions_are_those_of_replay(result, traced):
         beside = cells(result)[key]
         for column in ("mean_layer_error", "mean_output_error", "achieved", "ties", "candidates", "oracle"):
             assert beside[column] == cell[column]
+    for row_column in ("cosine_distance", "evicted_mass"):
+        for key, cell in cells(result).items():
+            values = [row[row_column] for row in opened.entries("rows") if (row["policy"], row["ratio"]) == key]
+            assert len(values) == 3 * 4
+            assert cell[f"mean_{row_column}"] == pytest.approx(sum(values) / len(values), rel=1e-12, abs=1e-15)
 
 
 def test_layer_0_errs_alike_in_both_loops_and_later_layers_do_not(result):
@@ -150,6 +155,7 @@ def test_calibration_holds_predictions_against_measurements(result):
     assert entry["pairs"] == 2 * 6
     assert -1 <= entry["spearman"] <= 1
     assert entry["ratio_median"] is None
+    assert {p for m, p in entries if m == "measured_kl"} >= {"mean_cosine_distance", "mean_evicted_mass"}
 
 
 def test_results_are_ordinary(result, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvtool.trace.commit import file_entry, seal
 from kvtool.trace.metadata import list_files
 
 TOKENS, DRAWS, HEADS, DIM = 9, 3, 4, 5
-DRAWN = Gradients(draws=DRAWS, block=4, at="continuation", targets=(5, 8), steps=3, seed=7)
+DRAWN = Gradients(draws=DRAWS, block=4, at="continuation", targets=(5, 8), steps=3, seed=7, probe="signs")
 
 
 def write(path: Path, arrays: dict[int, Tensor], *, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
@@ -135,6 +136,7 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         ("targets", "5:8"),
         ("steps", 0),
         ("seed", -1),
+        ("probe", "words"),
         ("more", 1),
     ],
 )
@@ -145,6 +147,15 @@ def test_attributes_that_lie(tmp_path: Path, name: str, value: Any) -> None:
         open_trace(path)
     assert error.value.code == "trace-unsafe"
     assert re.search(name, error.value.message)
+
+
+@pytest.mark.parametrize("missing", [None, "probe"])
+def test_gradients_that_name_no_probe_are_of_drawn_tokens(tmp_path: Path, missing: str | None) -> None:
+    path = write(tmp_path / "a.zarr", drawn())
+    _edit(path, lambda attributes: attributes["gradients"].pop("probe"))
+    if missing is None:
+        _edit(path, lambda attributes: attributes["gradients"].update({"probe": None}))
+    assert open_trace(path).sequences[0].gradients == replace(DRAWN, probe="tokens")
 
 
 def test_gradients_that_their_sequence_does_not_know(tmp_path: Path) -> None:
