@@ -1,8 +1,8 @@
 """Gradients: how the model's own next-token log-probabilities depend on every attention output of the evaluated steps.
 
 A zero is added to the output of each layer's attention function, and random cotangents at the logits of
-every target step (see kvtool.capture.cotangents) are pulled back to the zeros: once a draw. Parameters and the cache before a block are constant; keys and values
-that the block's own steps write are part of the graph.
+every target step (see kvtool.capture.cotangents) are pulled back to the zeros: once a draw. Parameters and
+the cache before a block are constant; keys and values that the block's own steps write are part of the graph.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def sequence_table(found: Mapping[str, Any]) -> Table:
 
 def _drawn(gradients: Mapping[str, Any]) -> str:
     low, high = gradients["targets"]
-    return f"{gradients['draws']} draws of {gradients['probe']} behind steps {low}:{high} ({gradients['at']}, blocks of {gradients['block']})"
+    drawn = f"{gradients['draws']} draws of {gradients['probe']} behind steps {low}:{high}"
+    return f"{drawn} ({gradients['at']}, blocks of {gradients['block']})"
 
 
 def layer_table(found: Mapping[str, Any]) -> Table:
