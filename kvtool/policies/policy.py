@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry
+from kvtool.policies.objective import Objective
+from kvtool.policies.query_statistics import QueryStatistics
 from kvtool.view import View
 
 
@@ -76,3 +78,23 @@ class Policy:
     def diagnose(self, state: Any, view: View) -> dict[str, Tensor]:
         """Numbers [H] that tell how the policy worked at this event, logged with the head's metrics."""
         return {}
+
+    def refine(self, scores: Tensor, view: View, allowed: list[int], shield: Protection) -> Tensor:
+        """[Hk, N]: the scores at one budget, for policies that choose tokens together. `nested` is False then
+        unless the sets nest all the same.
+
+        Args:
+            scores: what `score` gave; not to be changed.
+            allowed: tokens that each KV head keeps.
+            shield: what is protected, the run's own included.
+        """
+        return scores
+
+    def query_statistics(self, view: View) -> QueryStatistics | None:
+        """The queries that the policy itself expects, None where it expects none. The covariance is diagonal
+        where the policy reads no more of it."""
+        return None
+
+    def objective(self, view: View) -> Objective | None:
+        """What the policy means to maximise over the candidates, None where it has no such objective."""
+        return None

@@ -57,16 +57,26 @@ def scores_of(label: str, policy: Policy, layer: Layer, view: View) -> tuple[Ten
         state = policy.observe(policy.start(geometry), past)
         scores = policy.score(state, view)
         diagnostics = policy.diagnose(state, view)
-    if not isinstance(scores, Tensor) or scores.shape != view.tokens.shape:
-        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise KvtoolError(
-            "policy-broken",
-            f"{label} gave scores {shape} at layer {geometry.layer}, expected {list(view.tokens.shape)}",
-        )
-    if scores.dtype not in (torch.float32, torch.float64):
-        raise KvtoolError("policy-broken", f"{label} gave {scores.dtype} scores, expected float32 or float64")
+    _check_scores(label, scores, layer, view)
     _check_diagnostics(label, diagnostics, geometry.query_heads)
     return scores, diagnostics
+
+
+def refined_scores(
+    label: str,
+    policy: Policy,
+    layer: Layer,
+    view: View,
+    scores: Tensor,
+    allowed: list[int],
+    shield: Protection,
+) -> Tensor:
+    """Scores [Hk, N] at one budget; `scores` itself where the policy does not look at the budget."""
+    with blaming(label, layer, view):
+        refined = policy.refine(scores, view, allowed, shield)
+    if refined is not scores:
+        _check_scores(label, refined, layer, view)
+    return refined
 
 
 def protection_of(label: str, policy: Policy, layer: Layer, view: View, budget: int) -> Protection:
@@ -76,6 +86,18 @@ def protection_of(label: str, policy: Policy, layer: Layer, view: View, budget: 
     if not isinstance(protection, Protection):
         raise KvtoolError("policy-broken", f"{label} gave {type(protection).__name__} as protection")
     return protection
+
+
+def _check_scores(label: str, scores: object, layer: Layer, view: View) -> None:
+    geometry = layer.geometry
+    if not isinstance(scores, Tensor) or scores.shape != view.tokens.shape:
+        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise KvtoolError(
+            "policy-broken",
+            f"{label} gave scores {shape} at layer {geometry.layer}, expected {list(view.tokens.shape)}",
+        )
+    if scores.dtype not in (torch.float32, torch.float64):
+        raise KvtoolError("policy-broken", f"{label} gave {scores.dtype} scores, expected float32 or float64")
 
 
 def _check_diagnostics(label: str, diagnostics: object, heads: int) -> None:

@@ -10,7 +10,7 @@ from kvtool.budget import Budget
 from kvtool.errors import KvtoolError
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
-from kvtool.replay.ask import protection_of, scores_of
+from kvtool.replay.ask import protection_of, refined_scores, scores_of
 from kvtool.retained import Event, RetainedSet
 from kvtool.selection import NaNScore, Ranking, cut, rank
 from kvtool.trace import Sequence
@@ -59,7 +59,8 @@ def decide(
         allowed = allocator.allocate(budget, count, geometry.kv_heads)
         shields.append(protection.union(protection_of(label, policy, layer, view, allowed[0])))
         shield = shields[-1]
-        selection = cut(_ranked(label, scores, view, shield), allowed)
+        refined = refined_scores(label, policy, layer, view, scores, allowed, shield)
+        selection = cut(_ranked(label, refined, view, shield), allowed)
         evict_step = kept_all.evict_step.clone()
         evict_step.scatter_(1, view.tokens, torch.where(selection.keep, layer.tokens, step).to(torch.int32))
         event = Event(
