@@ -64,6 +64,7 @@ COUNTS = ("achieved", "candidates", "ties", "undefined_heads", "undefined_layers
 # Columns whose kind is not to be read off their values, which may all be null.
 KINDS = {
     "undefined_steps": pa.int64(),
+    "evaluated_steps": pa.int64(),
     **dict.fromkeys(("predicted_kl_block", "predicted_kl_steps", "predicted_kl_draws"), pa.int64()),
     **dict.fromkeys(("evict_step", "tokens"), pa.list_(pa.int32())),
     "shares": pa.list_(pa.float64()),

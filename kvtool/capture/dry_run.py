@@ -62,6 +62,7 @@ def estimate_of(request: Request, ready: Prepared) -> Estimate:
         weight_bytes=weights,
         run_dtype=dtype_name(ready.dtype),
         stored_dtype=dtype_name(ready.stored),
+        gradient_bytes=disk,
     )
 
 

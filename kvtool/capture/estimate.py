@@ -113,6 +113,7 @@ class Estimate:
     weight_bytes: int
     run_dtype: str
     stored_dtype: str
+    gradient_bytes: int = 0
 
     def document(self) -> dict[str, Any]:
         """As JSON, schema kvtool.capture-estimate/1."""
@@ -122,6 +123,7 @@ class Estimate:
             "tokens": sum(t for _, _, t in self.sequences),
             "layers": self.layers,
             "disk_bytes": self.disk_bytes,
+            "gradient_bytes": self.gradient_bytes,
             "memory_bytes": self.memory_bytes,
             "weight_bytes": self.weight_bytes,
             "run_dtype": self.run_dtype,
@@ -131,10 +133,13 @@ class Estimate:
     def text(self) -> str:
         """A few lines for people."""
         prompt, most = sum(p for _, p, _ in self.sequences), sum(t for _, _, t in self.sequences)
+        count, drawn = len(self.sequences), ""
+        if self.gradient_bytes:
+            drawn = f", of which gradients {size(self.gradient_bytes)}"
         return "\n".join(
             [
-                f"tokens   {prompt:,} of prompt, {most:,} at most, in {len(self.sequences)} sequence(s)",
-                f"disk     {size(self.disk_bytes)} ({self.layers} layers stored as {self.stored_dtype})",
+                f"tokens   {prompt:,} of prompt, {most:,} at most, in {count} sequence{'s' * (count != 1)}",
+                f"disk     {size(self.disk_bytes)} ({self.layers} layers stored as {self.stored_dtype}{drawn})",
                 f"memory   about {size(self.memory_bytes)} (weights {size(self.weight_bytes)} as {self.run_dtype})",
             ]
         )

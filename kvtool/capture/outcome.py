@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtool.layer import Gradients
+from kvtool.trace.gradients import drawn, gradient_attributes
 from kvtool.words import size, spans
 
 
@@ -18,6 +20,7 @@ class SequenceOutcome:
         prompt_tokens, tokens: rows of the prompt and in all.
         stopped: why generation ended, `end-of-text` or `length`; None under teacher forcing.
         text: what was generated, or None.
+        gradients: how gradients were drawn, or None.
     """
 
     name: str | None
@@ -25,6 +28,7 @@ class SequenceOutcome:
     tokens: int
     stopped: str | None
     text: str | None
+    gradients: Gradients | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Outcome:
                     "tokens": s.tokens,
                     "stopped": s.stopped,
                     "text": s.text,
+                    "gradients": None if s.gradients is None else gradient_attributes(s.gradients),
                 }
                 for s in self.sequences
             ],
@@ -82,6 +87,8 @@ class Outcome:
             after = s.tokens - s.prompt_tokens
             how = "evaluated" if s.stopped is None else f"generated, stopped by {s.stopped}"
             lines.append(f"  {s.name or index}: {s.prompt_tokens:,} tokens of prompt + {after:,} {how}")
+            if s.gradients is not None:
+                lines.append(f"    gradients: {drawn(gradient_attributes(s.gradients))}")
             if s.text is not None:
                 # A model may generate anything, terminal control characters included.
                 shown = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(s.text.split()))

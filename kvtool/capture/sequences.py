@@ -134,6 +134,7 @@ def _sequence(
         tokens=len(tokens),
         stopped=None if not item.new_tokens else "end-of-text" if after[-1] in stop else "length",
         text=b"".join(pieces[len(prompt) :]).decode(errors="replace") if item.new_tokens else None,
+        gradients=gradients.get("gradients"),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,15 +23,21 @@ class _Console(Console):
 
 
 def answer(*parts: Any) -> None:
-    """Print the answer. Without a terminal lines are not cut to 80 columns."""
-    console = _Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    """Print the answer. Without a terminal lines are as wide as COLUMNS says, or 160, never cut to 80."""
+    console = _Console(width=None if sys.stdout.isatty() else _columns() or 160, highlight=False)
     for part in parts:
         console.print(part)
 
 
 def terminal_width() -> int | None:
-    """Characters of a line where stdout is a terminal, else None."""
-    return Console().width if sys.stdout.isatty() else None
+    """Characters of a line where stdout is a terminal or COLUMNS says, else None."""
+    return Console().width if sys.stdout.isatty() else _columns()
+
+
+def _columns() -> int | None:
+    """The environment's COLUMNS, None where it is no width."""
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isdecimal() and int(text) >= 20 else None
 
 
 def json_answer(document: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ def command(
     The controls full and random always run; full must leave the model's predictions as they are.
     """
     from kvtool.cli.console import answer as print_answer
-    from kvtool.cli.console import hint, json_answer, progress_on_terminal, use_threads
+    from kvtool.cli.console import hint, json_answer, progress_on_terminal, terminal_width, use_threads
     from kvtool.cli.numbers import number_list
     from kvtool.live import live
     from kvtool.report.terminal_live import live_tables
@@ -127,7 +127,7 @@ def command(
     if as_json:
         json_answer(result.document())
     else:
-        print_answer(*live_tables(result))
+        print_answer(*live_tables(result, terminal_width()))
     for warning in result.warnings:
         hint("warning", warning)
     if calibrate:

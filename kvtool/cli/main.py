@@ -93,7 +93,10 @@ def run(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's own usage errors
             text = " ".join(str(error.format_message()).split()).rstrip(".")
-            _say(text or "no command was given", "kvtool --help lists commands and options", "usage")
+            command = getattr(getattr(error, "ctx", None), "info_name", None)
+            known = command in [entry.name for entry in app.registered_commands]
+            help_ = f"kvtool {command} --help lists its options" if known else "kvtool --help lists commands"
+            _say(text or "no command was given", help_, "usage")
             return 2
         if verbosity >= 2:
             traceback.print_exc()

@@ -80,6 +80,8 @@ def command(
         answer(*replay_table(result, terminal_width()))
     for warning in result.warnings:
         hint("warning", warning)
-    if output is None:
+    if output is None and not as_json:
         hint("note", "tables per layer and head are kept with -o results/, or printed with --json")
-    hint("next", f"kvtool inspect {trace}")
+        if token_shares:
+            hint("note", "shares by evicted token are in those tables only")
+    hint("next", f"kvtool live MODEL {trace} … --calibrate evicts in the real model and says how far to trust this")

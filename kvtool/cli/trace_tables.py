@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from kvtool.trace.gradients import drawn
 from kvtool.words import size
 
 MOST_WORDS = 120
@@ -54,15 +55,9 @@ def sequence_table(found: Mapping[str, Any]) -> Table:
             str(row["tokens"] - row["prompt_length"]),
             str(len(row["layers"])),
             size(row["bytes"]),
-            "-" if row["gradients"] is None else _drawn(row["gradients"]),
+            "-" if row["gradients"] is None else drawn(row["gradients"]),
         )
     return table
-
-
-def _drawn(gradients: Mapping[str, Any]) -> str:
-    low, high = gradients["targets"]
-    drawn = f"{gradients['draws']} draws of {gradients['probe']} behind steps {low}:{high}"
-    return f"{drawn} ({gradients['at']}, blocks of {gradients['block']})"
 
 
 def layer_table(found: Mapping[str, Any]) -> Table:

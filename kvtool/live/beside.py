@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from kvtool.errors import KvtoolError
-from kvtool.live.calibration import AVERAGED, ERRORS, calibrate, predictors
+from kvtool.live.calibration import AVERAGED, ERRORS, calibrate, distinct, predictors
 from kvtool.live.tables import Entries
 from kvtool.replay.plan import Plan
 from kvtool.replay.run import replay
@@ -39,11 +39,16 @@ def replay_beside(trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]
     if any(decided[_key(e, "layer", "kv_head")] != e["digest"] for e in tables["evict_steps"]):
         raise KvtoolError("internal", "replay and live run decided differently on the same trace")
     cells = result.entries("cells")
-    _fill(tables["cells"], cells, (), [*predictors(cells[0]), *(c for c in ERRORS if c not in cells[0])])
+    _fill(
+        tables["cells"],
+        cells,
+        (),
+        [*predictors(cells[0]), "predicted_kl_partial", *(c for c in ERRORS if c not in cells[0])],
+    )
     _average(tables["cells"], result.entries("rows"))
     _fill(tables["layers"], result.entries("layers"), ("layer",), ["layer_error"])
     _fill(tables["rows"], result.entries("rows"), ("layer", "q_head"), ["output_error"])
-    tables["calibration"] = calibrate(tables["cells"])
+    tables["calibration"] = calibrate(distinct(tables["cells"], tables["evict_steps"]))
 
 
 def _average(cells: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:

@@ -42,6 +42,28 @@ def calibrate(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return entries
 
 
+def distinct(cells: Sequence[dict[str, Any]], decisions: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`cells` without those that evict what an earlier one of the same sequence evicts: they agree in everything,
+    and counting them twice would flatter any prediction.
+
+    Args:
+        decisions: entries of `evict_steps`, whose `digest` names what a layer keeps.
+    """
+    kept: dict[tuple[Any, ...], set[tuple[Any, ...]]] = {}
+    for entry in decisions:
+        place = entry["sequence"], entry["layer"], entry["kv_head"], entry["digest"]
+        for sequence in (entry["sequence"], None):
+            kept.setdefault((sequence, entry["policy"], entry["ratio"], entry["budget"]), set()).add(place)
+    seen: set[tuple[Any, ...]] = set()
+    found = []
+    for cell in cells:
+        sets = frozenset(kept[cell["sequence"], cell["policy"], cell["ratio"], cell["budget"]])
+        if (cell["sequence"], sets) not in seen:
+            seen.add((cell["sequence"], sets))
+            found.append(cell)
+    return found
+
+
 def measures(cells: Sequence[dict[str, Any]]) -> list[str]:
     """What is predicted: KL over the drawn targets where the trace says which, else over all steps; the answer."""
     drawn = any(c["measured_kl_targets"] not in (None, c["measured_kl"]) for c in cells)

@@ -72,7 +72,7 @@ class ClosedLoop:
         if len(options.answer) not in (0, 1, len(self._sequences)):
             raise KvtoolError(
                 "usage",
-                f"{len(options.answer)} answers for {len(self._sequences)} sequence(s)",
+                f"{len(options.answer)} answers do not fit the number of sequences, {len(self._sequences)}",
                 "give one --answer, or one for each sequence in order",
             )
         self._done, self._total = 0, len(self._sequences) * len(plan.cells)
@@ -118,8 +118,7 @@ class ClosedLoop:
         if text is not None:
             answer = find_answer(text, sequence, event, ready.tokenization.encode_bare)
             self._facts["answers"].append({"sequence": sequence.index, "rows": [answer.low, answer.high]})
-            if answer.appended:
-                self._say(f"sequence {sequence.index} does not hold the answer: it is fed behind the last row")
+            self._tell_of(answer, ready, sequence)
         decided = {}
         for layer in layers:
             self._progress(self._done, self._total, f"sequence {sequence.index}: deciding layer {layer}")
@@ -165,6 +164,19 @@ class ClosedLoop:
             tables["cells"][-1] |= self._text(ready, outcome, kept_all)
             for layer, kept in retained.items():
                 self._noted += note_unit(cell, kept, self._donor(ready, layer), sequence.index, layer)
+
+    def _tell_of(self, answer: Answer, ready: LiveModel, sequence: Sequence) -> None:
+        """Notes on an answer whose place the user may not expect."""
+        if answer.appended:
+            stop = stop_tokens(ready.model) | ready.tokenization.stop_tokens
+            ended = int(sequence.tokens[-1]) in stop
+            after = ", which is an end-of-text token: its likelihood there means little" if ended else ""
+            self._say(f"sequence {sequence.index} does not hold the answer: it is fed behind the last row{after}")
+        elif answer.places > 1:
+            self._say(
+                f"sequence {sequence.index} holds the answer {answer.places} times after the event; the first is "
+                f"taken, rows {answer.low}:{answer.high}"
+            )
 
     @staticmethod
     def _donor(ready: LiveModel, layer: int) -> Geometry:

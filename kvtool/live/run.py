@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 def live(
     model: str | os.PathLike[str],
     trace: str | Path | Trace,
-    policies: Many[str] = ("all",),
+    policies: str | Many[str] = ("all",),
     *,
-    ratios: Many[str | float | Fraction] = (),
-    budgets: Many[int] = (),
+    ratios: str | float | Fraction | Many[str | float | Fraction] = (),
+    budgets: int | Many[int] = (),
     evict_at: int | None = None,
     sinks: int = 4,
     window: int = 32,
     layers: Iterable[int] | None = None,
     sequences: Iterable[int] | None = None,
     precision: str = "float32",
-    kl_windows: Many[int] = (),
+    kl_windows: int | Many[int] = (),
     calibrate: bool = False,
     layer_errors: bool = False,
     generate: int = 0,
-    answer: Many[str] = (),
+    answer: str | Many[str] = (),
     other_weights: bool = False,
     model_dtype: str | None = None,
     online: bool = False,
@@ -69,9 +69,13 @@ def live(
     from kvtool.trace import Trace, open_trace
 
     require("transformers")
+    answer = (answer,) if isinstance(answer, str) else tuple(answer)
+    kl_windows = (kl_windows,) if isinstance(kl_windows, int) else tuple(kl_windows)
     for name, value in (("--generate", generate), ("--chunk", 1 if chunk is None else chunk)):
         if value < (0 if name == "--generate" else 1):
             raise KvtoolError("usage", f"{name} {value} is too small")
+    if kl_windows and not calibrate:
+        raise KvtoolError("usage", "--kl-window widens a prediction, but none is made", "add --calibrate")
     plan = make_plan(
         policies,
         ratios=ratios,
@@ -90,7 +94,7 @@ def live(
     from kvtool.capture.quiet import quiet
     from kvtool.live.closed_loop import ClosedLoop, Options
 
-    options = Options(calibrate, layer_errors, generate, tuple(answer), other_weights, model_dtype, online, chunk)
+    options = Options(calibrate, layer_errors, generate, answer, other_weights, model_dtype, online, chunk)
     if store is not None:
         store.open()
     finished = False

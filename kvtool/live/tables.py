@@ -12,7 +12,6 @@ from kvtool.live.loop import Outcome
 from kvtool.metrics import nullable
 from kvtool.replay.plan import Cell, Plan
 from kvtool.replay.unit import decision_entries
-from kvtool.result import COUNTS
 from kvtool.retained import RetainedSet
 from kvtool.trace import Sequence
 
@@ -130,7 +129,8 @@ def _steps(key: dict[str, Any], sequence: Sequence, event: int, outcome: Outcome
 
 
 def means(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every cell the mean over its sequences, `sequence` null; texts belong to one sequence only."""
+    """For every cell the mean over its sequences, `sequence` null, as replay takes it; steps are added up, and texts
+    belong to one sequence only."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for cell in cells:
         groups.setdefault((cell["policy"], cell["ratio"], cell["budget"]), []).append(cell)
@@ -144,6 +144,6 @@ def means(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if isinstance(value, str) or not known or isinstance(known[0], str):
                 mean[column] = None
             else:
-                mean[column] = sum(known) if column in (*COUNTS, "evaluated_steps") else fmean(known)
+                mean[column] = sum(known) if column == "evaluated_steps" else fmean(known)
         found.append(mean)
     return found

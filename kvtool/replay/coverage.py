@@ -47,7 +47,8 @@ def coverage(trace: Trace, sequence: Sequence, plan: Plan, layer_ids: list[int],
     known = [layer.gradient_steps for layer in layers if layer.gradient_steps is not None]
     first, last = min(int(steps[0]) for steps in known), max(int(steps[-1]) for steps in known)
     if last < step or past_targets <= step:
-        return Coverage(f"no next token was drawn at or after the event at step {step}")
+        earlier = f"what was drawn starts at step {first}, see --evict-at"
+        return Coverage(f"nothing was drawn at or after the event at step {step}; {earlier}")
     said = []
     if first > step:
         said.append(f"gradients start at step {first}, after the event at step {step}")
@@ -59,7 +60,8 @@ def coverage(trace: Trace, sequence: Sequence, plan: Plan, layer_ids: list[int],
     )
     if unasked:
         said.append(f"{unasked} steps have a gradient but no query")
-    cut = gradients.block < max(len(steps) for steps in known)
+    # Blocks start at the first step with a gradient: what is cut is a later target in another block.
+    cut = (max(step, first) - first) // gradients.block != (past_targets - 1 - first) // gradients.block
     if cut:
         said.append(f"gradients in blocks of {gradients.block} steps leave out later targets")
     return Coverage(None, "; ".join(said) or None, gradients.block, cut)

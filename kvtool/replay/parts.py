@@ -128,10 +128,13 @@ class Store:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def close(self, finished: bool) -> None:
-        """Let others write here; once the whole result is written, the parts are no longer needed."""
-        if finished and self.folder.is_dir():
+    def close(self, finished: bool, resumable: bool = True) -> None:
+        """Let others write here; the parts are no longer needed once the whole result is written, or where no
+        run can go on from them. A folder that then holds nothing goes too."""
+        if (finished or not resumable) and self.folder.is_dir():
             shutil.rmtree(self.folder)
+        if not finished and not resumable and self.output.is_dir() and not any(self.output.iterdir()):
+            self.output.rmdir()
         if self._lock is not None:
             self._lock.release()
             self._lock = None

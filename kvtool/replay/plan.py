@@ -115,7 +115,7 @@ def make_plan(
     window: int = 32,
     evaluate: str = "live",
     precision: str = "float32",
-    kl_windows: Iterable[int] = (),
+    kl_windows: int | Iterable[int] = (),
     token_shares: bool = False,
     controls: bool = True,
 ) -> Plan:
@@ -127,6 +127,7 @@ def make_plan(
     policies = [policies] if isinstance(policies, str) else policies
     ratios = [ratios] if isinstance(ratios, str | float | int | Fraction) else ratios
     budgets = [budgets] if isinstance(budgets, int) else budgets
+    kl_windows = [kl_windows] if isinstance(kl_windows, int) else kl_windows
     if ratios and budgets:
         raise KvtoolError("usage", "--ratio and --budget were both given", "give one: a share evicted, or tokens kept")
     if sinks < 0 or window < 0:

@@ -19,6 +19,8 @@ from kvtool.replay.work import servable, work_of
 from kvtool.result import Result
 from kvtool.trace import Trace, open_trace
 
+# Stopped by these, a run may go on where it was; by any other error it would stop there again.
+RESUMABLE = ("disk-full", "write-failed")
 Progress = Callable[[int, int, str], None]
 
 
@@ -35,7 +37,7 @@ def replay(
     sequences: Iterable[int] | None = None,
     evaluate: str = "live",
     precision: str = "float32",
-    kl_windows: Iterable[int] = (),
+    kl_windows: int | Iterable[int] = (),
     token_shares: bool = False,
     device: str = "auto",
     output: str | Path | None = None,
@@ -84,6 +86,9 @@ def replay(
     try:
         result = _measure(opened, plan, work, store, progress, warnings, covered)
         result.save(store.output)
+    except KvtoolError as error:
+        store.close(finished=False, resumable=error.code in RESUMABLE)
+        raise
     except BaseException:
         store.close(finished=False)
         raise

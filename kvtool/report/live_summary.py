@@ -46,11 +46,17 @@ def live_verdicts(result: Result) -> list[str]:
             said.append(f"{section.asked}: no policy besides the controls and oracles was measured")
             continue
         best = contenders[0]
+        if random is not None and best["measured_kl"] >= random["measured_kl"]:
+            said.append(
+                f"{section.asked}: no policy does better than random ({random['measured_kl']:.4g} nats); "
+                f"{best['policy']} has {best['measured_kl']:.4g}"
+            )
+            continue
         text = (
             f"{section.asked}: {best['policy']} changes the model's predictions least, {best['measured_kl']:.4g} nats"
         )
         if random is not None and best["measured_kl"] > 0:
-            text += f", random {random['measured_kl'] / best['measured_kl']:.2g}x that"
+            text += f", {random['measured_kl'] / best['measured_kl']:.1f}x below random"
         if len(contenders) > 1:
             text += f"; next {contenders[1]['policy']} {contenders[1]['measured_kl']:.4g}"
         said.append(text)
@@ -74,13 +80,15 @@ class Parting:
 
 
 def parting(result: Result) -> list[Parting]:
-    """By layer, from the query heads' errors; empty without --layer-errors and --calibrate."""
+    """By layer, from the query heads' errors, over the cells that evict; empty without --layer-errors and
+    --calibrate."""
     rows = result.entries("rows")
     if not rows or "output_error" not in rows[0]:
         return []
     pairs: dict[int, dict[tuple, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row["output_error"] is not None and row["closed_output_error"] is not None:
+        known = row["output_error"] is not None and row["closed_output_error"] is not None
+        if known and row["policy"] != "full":
             cell = row["sequence"], row["policy"], row["ratio"], row["budget"]
             pairs[row["layer"]][cell].append((row["output_error"], row["closed_output_error"]))
     found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from statistics import fmean
@@ -91,9 +92,9 @@ def error_metric(result: Result) -> str:
 def prediction(result: Result) -> str | None:
     """Why there is no predicted KL, or what it leaves out; None where it speaks of the whole."""
     found = next((c for c in result.entries("cells") if c["sequence"] is None), None)
-    if found is None or found["predicted_kl_partial"] is None:
+    if found is None or found.get("predicted_kl_partial") is None:
         return None
-    missing = found["predicted_kl"] is None
+    missing = found.get("predicted_kl") is None
     return f"{'No predicted KL' if missing else 'predicted_kl is partial'}: {found['predicted_kl_partial']}."
 
 
@@ -152,6 +153,17 @@ def _mean(rows: list[dict[str, Any]], column: str) -> float | None:
     return fmean(values) if values else None
 
 
+def _noise(line: Line, other: Line | None) -> str:
+    """Words for two predicted KLs that are closer than twice the standard error of their difference.
+
+    The draws are the same for both, so the difference is known better than this says: it errs on the careful side.
+    """
+    if other is None or line.kl is None or other.kl is None or line.kl_se is None or other.kl_se is None:
+        return ""
+    close = abs(line.kl - other.kl) < 2 * math.hypot(line.kl_se, other.kl_se)
+    return " (within the noise of the draws)" if close else ""
+
+
 def verdicts(result: Result) -> list[str]:
     """One sentence per ratio: which policy wins, and by how much over the runner-up and over random."""
     kl = ordering_metric(result) == "predicted_kl"
@@ -175,9 +187,9 @@ def verdicts(result: Result) -> list[str]:
             continue
         text = f"{section.asked}: {best.policy} {wins} {said_of(best.rank)}{' nats per step' if kl else ''}"
         if chance is not None and best.rank > 0:
-            text += f", {chance / best.rank:.1f}x below random"
+            text += f", {chance / best.rank:.1f}x below random{_noise(best, random)}"
         others = [ln for ln in section.contenders if ln is not best and ln.rank is not None]
         if others and others[0].rank is not None:
-            text += f"; next {others[0].policy} {said_of(others[0].rank)}"
+            text += f"; next {others[0].policy} {said_of(others[0].rank)}{_noise(best, others[0])}"
         said.append(text)
     return said

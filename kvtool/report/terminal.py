@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from kvtool.report.columns import fitting, left_out
 from kvtool.report.summary import Line, error_metric, ordering_metric, prediction, sections, verdicts
 from kvtool.result import Result
 
@@ -44,18 +45,23 @@ def _cells(line: Line, best: bool) -> dict[str, str]:
     }
 
 
-def _fitting(columns: list[str], rows: list[dict[str, str]], width: int | None) -> list[str]:
-    """The columns that fit into `width`, the least telling left out first; the errors always stay."""
-    if width is None:
-        return columns
-    wide = {name: max(len(name), *(len(row[name]) for row in rows)) for name in ("policy", *columns)}
-    kept = list(columns)
-    for name in _GIVES_WAY:
-        if sum(wide[c] + 3 for c in ("policy", *kept)) + 1 <= width:
-            break
-        if name in kept:
-            kept.remove(name)
-    return kept
+def _captions(metric: str, columns: list[str]) -> list[str]:
+    """What the columns that are shown mean."""
+    said = []
+    if "predicted KL" in columns:
+        said.append("Predicted KL: nats per step to the full cache's predictions, ± standard error over draws.")
+    if "w32" in columns:
+        said.append("w32: the same over windows of 32 steps.")
+    said.append(f"Error: {metric}, lower is better, 0 is the full cache.")
+    if "layers: least … most" in columns:
+        said.append("Layers: its spread over them.")
+    if "worst head" in columns:
+        said.append("Worst head: output error as layer.head.")
+    if "mass" in columns:
+        said.append("Mass: attention that was evicted.")
+    if "regret" in columns:
+        said.append("Regret: 1 is the mass oracle.")
+    return [*said, "An oracle reads the future."]
 
 
 def replay_table(result: Result, width: int | None = None) -> list[Any]:
@@ -68,14 +74,8 @@ def replay_table(result: Result, width: int | None = None) -> list[Any]:
     found = sections(result)
     lines = [(section, line, _cells(line, line is section.winner)) for section in found for line in section.lines]
     offered = [name for name in _COLUMNS if kl or name not in ("predicted KL", "w32")]
-    columns = _fitting(offered, [cells for _, _, cells in lines], width)
-    caption = f"{metric}: lower is better, 0 is the full cache. Spread over layers; worst head as layer.head."
-    caption += " Mass: attention that was evicted; regret: 1 is the mass oracle; an oracle reads the future."
-    if kl:
-        caption = (
-            "predicted KL: nats per step to the full cache's predictions, ± standard error over draws; w32: the same "
-            f"over windows of 32 steps. Error: {caption}"
-        )
+    columns = fitting(offered, [cells for _, _, cells in lines], width, always=("policy",), gives_way=_GIVES_WAY)
+    caption = " ".join(_captions(metric, columns))
     manifest = result.manifest
     count = manifest["sequences"]["count"]
     table = Table(
@@ -100,9 +100,8 @@ def replay_table(result: Result, width: int | None = None) -> list[Any]:
         style="italic",
     )
     closing = [open_loop] if (gap := prediction(result)) is None else [open_loop, Text(gap, style="italic")]
-    if len(columns) < len(offered):
-        left = ", ".join(name for name in offered if name not in columns)
-        closing.append(Text(f"Left out, since the terminal is narrow: {left}.", style="italic"))
+    if (narrow := left_out(offered, columns)) is not None:
+        closing.append(Text(narrow, style="italic"))
     return [table, *(Text(sentence, style="bold") for sentence in verdicts(result)), *closing]
 
 

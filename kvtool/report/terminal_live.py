@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from kvtool.report.columns import fitting, left_out
 from kvtool.report.live_summary import LiveSection, Parting, live_sections, live_verdicts, parting
+from kvtool.report.summary import prediction
 from kvtool.result import Result
 
 _WRONG_SHOWN = 3
@@ -27,6 +30,22 @@ _SHOWN = {
     "closed_output_error": ("closed output error", 4),
     "generated_same": ("same tokens", 1),
 }
+_KEPT = "kept (mean)"
+# The order in which columns give way on a narrow terminal; measured and predicted KL stay.
+_GIVES_WAY = (
+    *(_KEPT, "same tokens", "output error", "closed output error", "closed layer error", "predicted, w32"),
+    *("top-1 same", "layer error", "KL on targets", "answer loss", "change in nll"),
+)
+_TITLES = {
+    "sequence": "sequence",
+    "measured": "measured",
+    "predictor": "predictor",
+    "cells": "cells",
+    "spearman": "rank corr.",
+    "log_pearson": "log-log corr.",
+    "ratio": "predicted / measured",
+    "wrong": "pairs wrong",
+}
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -36,47 +55,98 @@ def _number(value: float | None, digits: int) -> str:
     return f"{value:.1e}" if small else f"{value:.{digits}f}"
 
 
-def live_tables(result: Result) -> list[Any]:
-    """The answer of `kvtool live`: the table, a verdict per ratio, and with --calibrate how true replay was."""
+def live_tables(result: Result, width: int | None = None) -> list[Any]:
+    """The answer of `kvtool live`: the table, a verdict per ratio, and with --calibrate how true replay was.
+
+    Args:
+        width: characters of the terminal, None for no limit.
+    """
     sections = live_sections(result)
-    parts: list[Any] = [_main_table(result, sections)]
+    table, narrow = _main_table(result, sections, width)
+    parts: list[Any] = [table]
     parts += [Text(sentence, style="bold") for sentence in live_verdicts(result)]
-    floor = result.manifest["live"]["full_kl"]
-    parts.append(Text(f"{_CLOSED} With nothing evicted the KL is {floor:.1e}: rounding.", style="italic"))
+    parts.append(Text(_CLOSED, style="italic"))
+    if floor := result.manifest["live"]["full_kl"]:
+        parts.append(Text(f"With nothing evicted rounding alone makes a KL of {floor:.1e}.", style="italic"))
+    if (gap := prediction(result)) is not None and result.tables["calibration"].num_rows:
+        parts.append(Text(gap, style="italic"))
+    if narrow is not None:
+        parts.append(Text(narrow, style="italic"))
+    parts += [Text(line, style="italic") for line in _answers(result)]
     parts += _continuations(result)
     if result.tables["calibration"].num_rows:
-        parts += _calibration(result.entries("calibration"))
+        parts += _calibration(result.entries("calibration"), width)
     parted = parting(result)
     if parted:
         parts += _parting_table(parted)
     return parts
 
 
-def _main_table(result: Result, sections: list[LiveSection]) -> Table:
+def _shown(cells: list[dict[str, Any]]) -> dict[str, tuple[str, int]]:
+    """Column -> (title, digits) of what has a value, further windows of predicted KL behind the second."""
+    further = sorted({c for c in cells[0] if re.fullmatch(r"predicted_kl_w\d+", c)} - {*_SHOWN}, key=_window)
+    offered: dict[str, tuple[str, int]] = {}
+    for name, how in _SHOWN.items():
+        offered[name] = how
+        if name == "predicted_kl_w32":
+            offered |= {column: (f"predicted, w{_window(column)}", 5) for column in further}
+    found = {name: how for name, how in offered.items() if any(cell.get(name) is not None for cell in cells)}
+    if all(cell.get("measured_kl_targets") == cell["measured_kl"] for cell in cells):
+        found.pop("measured_kl_targets", None)
+    return found
+
+
+def _window(column: str) -> int:
+    return int(column.removeprefix("predicted_kl_w"))
+
+
+def _main_table(result: Result, sections: list[LiveSection], width: int | None) -> tuple[Table, str | None]:
+    """The table, and what it leaves out."""
     manifest = result.manifest
+    count = manifest["sequences"]["count"]
     table = Table(
-        title=f"{manifest['model']}, {manifest['sequences']['count']} sequence(s), layers {manifest['layers']['text']}",
+        title=f"{manifest['model']}, {count} sequence{'s' * (count != 1)}, layers {manifest['layers']['text']}",
         title_justify="left",
         caption="KL(full || evicted) and log-likelihoods in nats per step, against the same model's whole cache.",
         caption_justify="left",
     )
     cells = [cell for section in sections for cell in section.cells]
-    shown = {name: how for name, how in _SHOWN.items() if any(cell.get(name) is not None for cell in cells)}
-    if all(cell.get("measured_kl_targets") == cell["measured_kl"] for cell in cells):
-        shown.pop("measured_kl_targets", None)
-    table.add_column("policy", no_wrap=True)
-    for title in [title for title, _ in shown.values()] + ["kept (mean)"]:
-        table.add_column(title, justify="right")
+    shown = _shown(cells)
+    texts = {id(cell): _texts(cell, shown) for cell in cells}
+    offered = [*(title for title, _ in shown.values()), _KEPT]
+    columns = fitting(offered, list(texts.values()), width, always=("policy",), gives_way=_GIVES_WAY)
+    table.add_column("policy", overflow="fold")
+    for title in columns:
+        table.add_column(title, justify="right", no_wrap=True)
     for section in sections:
         table.add_section()
         table.add_row(Text(section.asked, style="bold underline"))
         for cell in section.cells:
-            name = Text(cell["policy"])
-            if cell["oracle"]:
-                name.append("  oracle", style="dim")
-            numbers = [_number(cell.get(column), digits) for column, (_, digits) in shown.items()]
-            table.add_row(name, *numbers, f"{cell['achieved']:.6g} of {cell['candidates']:.6g}")
-    return table
+            text = texts[id(cell)]
+            table.add_row(Text(text["policy"]), *(text[title] for title in columns))
+    return table, left_out(offered, columns)
+
+
+def _texts(cell: dict[str, Any], shown: dict[str, tuple[str, int]]) -> dict[str, str]:
+    """One line of the table by title."""
+    return {
+        "policy": cell["policy"] + ("  (oracle)" if cell["oracle"] else ""),
+        **{title: _number(cell.get(column), digits) for column, (title, digits) in shown.items()},
+        _KEPT: f"{cell['achieved']:.6g} of {cell['candidates']:.6g}",
+    }
+
+
+def _answers(result: Result) -> list[str]:
+    """Where each answer stands and what it costs the full cache."""
+    found = []
+    for place in result.manifest["live"]["answers"]:
+        mine = [c for c in result.entries("cells") if c["sequence"] == place["sequence"]]
+        low, high = place["rows"]
+        found.append(
+            f"answer of sequence {place['sequence']}: rows {low}:{high}, {mine[0]['answer_nll_full']:.4g} nats a token "
+            "with the full cache; answer loss is what eviction adds"
+        )
+    return found
 
 
 def _continuations(result: Result) -> list[Any]:
@@ -87,31 +157,27 @@ def _continuations(result: Result) -> list[Any]:
             # A model may write anything, terminal control characters included.
             text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(cell["generated"].split()))
             asked = f"ratio {cell['ratio']:g}" if cell["ratio"] is not None else f"budget {cell['budget']}"
-            found.append(Text(f"{cell['sequence']} {cell['policy']} {asked}: {text[:160]}", style="dim"))
+            found.append(Text(f"sequence {cell['sequence']}, {cell['policy']} at {asked}: {text[:160]}", style="dim"))
     return found
 
 
-def _calibration(entries: list[dict[str, Any]]) -> list[Any]:
-    table = Table(title="predicted against measured, over all cells", title_justify="left")
-    for title in ("sequence", "measured", "predictor"):
-        table.add_column(title, no_wrap=True)
-    for title in ("cells", "rank corr.", "log-log corr.", "predicted / measured: median (range)", "pairs wrong"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for entry in entries:
-        ratio = "-"
-        if entry["ratio_median"] is not None:
-            ratio = f"{entry['ratio_median']:.2f} ({entry['ratio_low']:.2f} … {entry['ratio_high']:.2f})"
-        table.add_row(
-            "mean" if entry["sequence"] is None else str(entry["sequence"]),
-            entry["measured"],
-            entry["predictor"],
-            str(entry["cells"]),
-            _number(entry["spearman"], 3),
-            _number(entry["log_pearson"], 3),
-            ratio,
-            f"{len(entry['wrong_pairs'])} of {entry['pairs']}",
-        )
+def _calibration(entries: list[dict[str, Any]], width: int | None) -> list[Any]:
+    table = Table(title="predicted against measured, over all cells that decide differently", title_justify="left")
+    rows = [_calibration_texts(entry) for entry in entries]
+    always = ["predictor"]
+    offered = [title for title in _TITLES.values() if title not in always]
+    gives_way = ["cells", "log-log corr.", "pairs wrong", "sequence", "measured"]
+    # A column that says the same everywhere goes first.
+    gives_way.sort(key=lambda title: len({row[title] for row in rows}) > 1)
+    columns = fitting(offered, rows, width, always=always, gives_way=gives_way)
+    columns = [title for title in _TITLES.values() if title in (*always, *columns)]
+    for title in columns:
+        left = title in ("sequence", "measured", "predictor")
+        table.add_column(title, justify="left" if left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[title] for title in columns))
     parts: list[Any] = [table]
+    parts.append(Text("predicted / measured: median over cells (smallest … largest)", style="italic"))
     for entry in entries:
         if entry["sequence"] is None and entry["wrong_pairs"]:
             parts.append(Text(f"{entry['predictor']} puts these the wrong way round ({entry['measured']}):"))
@@ -121,8 +187,30 @@ def _calibration(entries: list[dict[str, Any]]) -> list[Any]:
     return parts
 
 
+def _calibration_texts(entry: dict[str, Any]) -> dict[str, str]:
+    """One line of the table by title."""
+    ratio = "-"
+    if entry["ratio_median"] is not None:
+        middle, low, high = (f"{entry[f'ratio_{end}']:.3g}" for end in ("median", "low", "high"))
+        ratio = f"{middle} ({low} … {high})"
+    texts = {
+        "sequence": "mean" if entry["sequence"] is None else str(entry["sequence"]),
+        "measured": entry["measured"],
+        "predictor": entry["predictor"],
+        "cells": str(entry["cells"]),
+        "spearman": _number(entry["spearman"], 3),
+        "log_pearson": _number(entry["log_pearson"], 3),
+        "ratio": ratio,
+        "wrong": f"{len(entry['wrong_pairs'])} of {entry['pairs']}",
+    }
+    return {title: texts[column] for column, title in _TITLES.items()}
+
+
 def _parting_table(parted: list[Parting]) -> list[Any]:
-    table = Table(title="output error per layer: open loop (replay) against closed loop", title_justify="left")
+    table = Table(
+        title="output error per layer, open loop (replay) against closed: means over the cells that evict",
+        title_justify="left",
+    )
     for title in ("layer", "open", "closed", "closed / open, median of cells", "furthest apart"):
         table.add_column(title, justify="right", no_wrap=True)
     for entry in parted:
@@ -131,6 +219,6 @@ def _parting_table(parted: list[Parting]) -> list[Any]:
             _number(entry.open_error, 4),
             _number(entry.closed_error, 4),
             f"{entry.ratio:.3f}",
-            f"{entry.deviation:.1%}" if entry.deviation >= 1e-3 else f"{entry.deviation:.1e}",
+            f"{entry.deviation:.1%}" if entry.deviation >= 1e-3 else "below 0.1%",
         )
     return [table]

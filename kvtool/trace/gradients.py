@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -30,6 +31,13 @@ def gradient_attributes(gradients: Gradients) -> dict[str, Any]:
         "seed": gradients.seed,
         PROBE: gradients.probe,
     }
+
+
+def drawn(attributes: Mapping[str, Any]) -> str:
+    """How gradients were drawn, in words, of the sequence attribute `gradients`."""
+    (low, high), draws = attributes["targets"], attributes["draws"]
+    what = f"{draws} draw{'s' * (draws != 1)} of {attributes['probe']} behind steps {low}:{high}"
+    return f"{what} ({attributes['at']}, blocks of {attributes['block']})"
 
 
 def parse_gradients(values: Any, where: str, length: int) -> Gradients | None:

@@ -42,6 +42,11 @@ def test_rows_that_a_text_touches(text, rows):
     assert find_answer(text, sequence(), 2, never) == Answer(*rows)
 
 
+def test_places_are_counted_after_the_event_and_the_first_is_taken():
+    assert find_answer(" is", sequence(), 0, never) == Answer(2, 3, places=2)
+    assert find_answer(" is", sequence(), 2, never) == Answer(8, 9)
+
+
 def test_a_text_that_is_not_there_goes_behind_the_last_row():
     assert find_answer("The", sequence(), 2, lambda text: [7, 8]) == Answer(10, 12, (7, 8))
     assert find_answer("42", sequence(stored=False), 2, lambda text: [5]) == Answer(10, 11, (5,))

@@ -7,8 +7,11 @@ import math
 import pytest
 import torch
 
-from kvtool.live.calibration import agreement, calibrate, pearson, predictors, ranks, spearman
+from kvtool.live.calibration import agreement, calibrate, distinct, pearson, predictors, ranks, spearman
 from kvtool.live.measures import compare
+from kvtool.live.tables import means
+from kvtool.report.live_summary import live_verdicts, parting
+from kvtool.result import LIVE, Result, table_of
 
 
 def cell(policy, ratio, predicted, measured, sequence=None, answer=None, targets=None):
@@ -101,3 +104,72 @@ def test_kl_and_likelihood_by_loop():
     same = compare(full, full.clone(), following)
     assert float(same.kl.max()) == 0.0
     assert bool(same.agree.all())
+
+
+def decision(policy, ratio, digest, sequence=0, layer=0):
+    return {
+        "sequence": sequence,
+        "policy": policy,
+        "ratio": ratio,
+        "budget": None,
+        "layer": layer,
+        "kv_head": 0,
+        "digest": digest,
+    }
+
+
+def test_cells_that_decide_alike_count_once():
+    cells = [cell(p, 0.5, 1.0, 1.0, s) for s in (0, 1, None) for p in ("a", "b", "c")]
+    same = [decision(p, 0.5, "x", 0) for p in ("a", "b")] + [decision("c", 0.5, "y", 0)]
+    # In sequence 1, b parts from a in the second layer only, and c does what b does.
+    same += [decision(p, 0.5, "x", 1) for p in ("a", "b", "c")]
+    same += [decision(p, 0.5, d, 1, layer=1) for p, d in (("a", "u"), ("b", "v"), ("c", "v"))]
+    found = {(c["sequence"], c["policy"]) for c in distinct(cells, same)}
+    assert found == {(0, "a"), (0, "c"), (1, "a"), (1, "b"), (None, "a"), (None, "b"), (None, "c")}
+
+
+def measured(policy, sequence, kl, achieved):
+    return {
+        **cell(policy, 0.5, None, kl, sequence),
+        "schedule": "prompt-end",
+        "evaluate": "live",
+        "event": None,
+        "oracle": False,
+        "achieved": achieved,
+        "candidates": 2 * achieved,
+        "ties": achieved,
+        "evaluated_steps": 4,
+        "generated": "text",
+    }
+
+
+def test_means_over_sequences_are_means_and_steps_add_up():
+    (mean,) = means([measured("a", 0, 1.0, 16), measured("a", 1, 2.0, 24)])
+    assert (mean["achieved"], mean["candidates"], mean["ties"]) == (20, 40, 20)
+    assert (mean["measured_kl"], mean["evaluated_steps"], mean["generated"]) == (1.5, 8, None)
+
+
+@pytest.mark.parametrize(
+    ("kl", "said"),
+    [(0.5, "no policy does better than random (0.5 nats); a has 0.5"), (0.25, "a changes the model's predictions least")],
+)
+def test_what_equals_random_does_not_win(kl, said):
+    cells = [measured("full", None, 0.0, 8), measured("random", None, 0.5, 4), measured("a", None, kl, 4)]
+    result = Result({}, {"cells": table_of("cells", cells)}, [], LIVE)
+    (verdict,) = live_verdicts(result)
+    assert said in verdict
+    assert ("2.0x below random" in verdict) == (kl == 0.25)
+
+
+def test_the_whole_cache_has_no_part_in_the_means_of_layers():
+    rows = [
+        {
+            **{"sequence": 0, "policy": policy, "ratio": 0.5, "budget": None, "layer": 0, "kv_head": 0, "q_head": head},
+            **{"output_error": error, "closed_output_error": 2 * error},
+        }
+        for policy, error in (("full", 0.0), ("a", 0.2), ("b", 0.4))
+        for head in (0, 1)
+    ]
+    (found,) = parting(Result({}, {"rows": table_of("rows", rows)}, [], LIVE))
+    assert (found.open_error, found.closed_error) == (pytest.approx(0.3), pytest.approx(0.6))
+    assert found.ratio == pytest.approx(2.0)

@@ -260,9 +260,10 @@ def test_a_loop_that_does_not_reproduce_the_model_is_refused(folder, traced, mon
         ({"answer": ["60:62"]}, "can answer in rows 61:73"),
         ({"answer": ["70:74"]}, "can answer in rows 61:73"),
         ({"answer": [" "]}, "--answer is empty"),
-        ({"answer": ["a", "b"]}, "2 answers for 1 sequence"),
+        ({"answer": ["a", "b"]}, "2 answers do not fit the number of sequences, 1"),
         ({"generate": -1}, "--generate -1"),
         ({"chunk": 0}, "--chunk 0"),
+        ({"kl_windows": 8}, "--kl-window widens a prediction, but none is made"),
         ({"evict_at": 73}, "no query after it"),
         ({"model_dtype": "float8"}, "float8 is not a dtype"),
     ],
@@ -277,7 +278,9 @@ def test_the_command_prints_a_table_or_json(folder, traced, tmp_path, capsys):
     assert command([*words, "-o", str(tmp_path / "r"), "--layer-errors", "--generate", "3"]) == 0
     said = capsys.readouterr()
     assert "measured KL" in said.out
-    assert "ratio 0.5: knorm changes the model's predictions least" in said.out
+    assert "ratio 0.5: " in said.out
+    assert "knorm" in next(line for line in said.out.splitlines() if line.startswith("ratio 0.5: "))
+    assert "No predicted KL: the trace has no gradients" in said.out
     assert "predicted against measured" in said.out
     assert "open loop (replay) against closed loop" in said.out
     assert said.err.splitlines()[-1].startswith("next: kvtool replay")
@@ -289,6 +292,11 @@ def test_the_command_prints_a_table_or_json(folder, traced, tmp_path, capsys):
     assert json.loads(said.out)["schema"] == "kvtool.live/1"
     assert command(["live", str(folder("qwen3")), str(traced("llama").path), "-p", "knorm"]) == 2
     assert "[model-differs]" in capsys.readouterr().err
+
+
+def test_one_answer_needs_no_list(folder, traced):
+    found = live(folder("llama"), traced("llama"), "knorm", ratios="0.5", window=6, answer="64:66")
+    assert found.manifest["live"]["answers"] == [{"sequence": 0, "rows": [64, 66]}]
 
 
 def test_the_python_door_is_a_function():

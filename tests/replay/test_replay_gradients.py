@@ -263,7 +263,7 @@ def test_what_is_left_out_is_said(written: dict[str, Any], options: dict[str, An
     ("written", "options", "said"),
     [
         ({}, {"evaluate": "pool"}, "gradients speak of the live set"),
-        ({"first": 20, "targets": (20, 28)}, {}, "no next token was drawn at or after the event at step 30"),
+        ({"first": 20, "targets": (20, 28)}, {}, "nothing was drawn at or after the event at step 30; what was drawn starts at step 20"),
     ],
 )
 def test_null_has_a_reason(written: dict[str, Any], options: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -278,6 +278,19 @@ def test_null_has_a_reason(written: dict[str, Any], options: dict[str, Any], sai
     assert ordering_metric(result) == "mean_output_error"
     with pytest.raises(KvtoolError, match=said):
         replay(path, ["knorm"], ratios=["0.5"], token_shares=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("block", "at", "targets", "cut"),
+    [(8, 30, (30, 38), False), (8, 30, (30, 39), True), (8, 37, (30, 38), False), (4, 33, (30, 34), False)],
+)
+def test_blocks_are_named_only_where_they_cut_a_target_off(
+    block: int, at: int, targets: tuple[int, int], cut: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.zarr", first=30, targets=targets, blocks=(block, block))
+    result = replay(path, ["knorm"], ratios=["0.5"], sinks=1, window=2, evict_at=at, sequences=[0])
+    said = {cell["predicted_kl_partial"] for cell in result.entries("cells")}
+    assert {"blocks" in (label or "") for label in said} == {cut}
 
 
 def test_blocks_that_differ_are_not_averaged(tmp_path: Path) -> None:
