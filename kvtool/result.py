@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvtool.errors import KvtoolError
-from kvtool.files import write_durably, writing
+from kvtool.files import fsync_folder, write_durably, writing
 from kvtool.manifest import digest
 
 SCHEMA, LIVE = "kvtool.replay/1", "kvtool.live/1"
@@ -22,6 +24,10 @@ TABLES = ("cells", "layers", "rows", "ages", "evict_steps")
 OPTIONAL = ("token_shares",)  # only where they were asked for
 # What a result of each kind holds.
 SCHEMAS = {SCHEMA: TABLES, LIVE: ("cells", "layers", "rows", "steps", "calibration", "evict_steps")}
+
+WRITING = ".writing"  # folder of a result that is being written
+# Every file that a result may leave, manifest.json apart.
+FILES = {f"{name}.parquet" for names in (*SCHEMAS.values(), OPTIONAL) for name in names}
 
 # The columns that name an entry. They come first in every table, in this order.
 KEY = {
@@ -161,14 +167,20 @@ class Result:
         """
         folder = Path(path)
         document: dict[str, Any] = {"schema": self.schema, "manifest": self.manifest, "warnings": self.warnings}
-        document["files"] = {}
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "manifest.json").unlink(missing_ok=True)  # never an old manifest beside new tables
-            for name, table in self.tables.items():
-                document["files"][name] = write_parquet(table, folder / f"{name}.parquet")
+        with writing(folder), _prepared(folder) as prepared:
+            document["files"] = {
+                name: write_parquet(table, prepared / f"{name}.parquet") for name, table in self.tables.items()
+            }
             document["digest"] = digest(document)
-            write_durably(folder / "manifest.json", json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
+            write_durably(prepared / "manifest.json", json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
+            # Never an old manifest beside new tables, nor old tables beside a new manifest.
+            (folder / "manifest.json").unlink(missing_ok=True)
+            for file in FILES - {f"{name}.parquet" for name in self.tables}:
+                (folder / file).unlink(missing_ok=True)
+            for name in self.tables:
+                (prepared / f"{name}.parquet").rename(folder / f"{name}.parquet")
+            (prepared / "manifest.json").rename(folder / "manifest.json")
+            fsync_folder(folder)
 
     @classmethod
     def load(cls, path: str | Path) -> Result:
@@ -201,6 +213,21 @@ class Result:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise KvtoolError("result-damaged", f"{folder} cannot be read as a result: {error}") from error
         return cls(document["manifest"], tables, document["warnings"], document["schema"])
+
+
+@contextlib.contextmanager
+def _prepared(folder: Path) -> Iterator[Path]:
+    """A folder inside `folder` where everything is written before any of it counts; gone afterwards, and `folder`
+    with it where it holds nothing else."""
+    prepared = folder / WRITING
+    shutil.rmtree(prepared, ignore_errors=True)
+    prepared.mkdir(parents=True)
+    try:
+        yield prepared
+    finally:
+        shutil.rmtree(prepared, ignore_errors=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _names(schema: str, there: Iterable[str]) -> list[str]:

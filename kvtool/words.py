@@ -49,3 +49,8 @@ def size(count: int) -> str:
         if count >= base:
             return f"{count / base:.3g} {unit}" if count / base < 999.5 else f"{count / base:.0f} {unit}"
     return f"{count} B"
+
+
+def asked(ratio: float | None, budget: int | None) -> str:
+    """What one cell was asked to evict or keep, as people read it."""
+    return f"ratio {ratio:g}" if ratio is not None else f"budget {budget}"

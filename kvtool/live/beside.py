@@ -43,7 +43,12 @@ def replay_beside(trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]
         tables["cells"],
         cells,
         (),
-        [*predictors(cells[0]), "predicted_kl_partial", *(c for c in ERRORS if c not in cells[0])],
+        [
+            *predictors(cells[0]),
+            "predicted_kl_block",
+            "predicted_kl_partial",
+            *(c for c in ERRORS if c not in cells[0]),
+        ],
     )
     _average(tables["cells"], result.entries("rows"))
     _fill(tables["layers"], result.entries("layers"), ("layer",), ["layer_error"])

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from kvtool.words import asked
+
 # Columns of replay's cells, and what of its rows is averaged over layers and heads to stand beside them.
 ERRORS = ("mean_layer_error", "mean_output_error")
 AVERAGED = {"mean_cosine_distance": "cosine_distance", "mean_evicted_mass": "evicted_mass"}
@@ -34,12 +36,16 @@ def calibrate(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     indices = sorted({cell["sequence"] for cell in cells if cell["sequence"] is not None})
     for sequence in [None, *(indices if len(indices) > 1 else [])]:
         mine = [cell for cell in cells if cell["sequence"] == sequence and cell["policy"] != "full"]
-        for measured in measures(mine):
+        for measured in measures(mine) if mine else []:
             for predictor in predictors(mine[0]):
-                known = [c for c in mine if c[predictor] is not None and c[measured] is not None]
+                known = [c for c in mine if _is_number(c[predictor]) and _is_number(c[measured])]
                 if known:
                     entries.append({"sequence": sequence, **agreement(known, predictor, measured)})
     return entries
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def distinct(cells: Sequence[dict[str, Any]], decisions: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -98,8 +104,9 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
     if len(x) < 3:
         return None
     a, b = (np.asarray(side, dtype=np.float64) - np.mean(side) for side in (x, y))
-    size = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / size if size > 0 else None
+    if min(np.ptp(x), np.ptp(y)) == 0:
+        return None
+    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
@@ -123,14 +130,13 @@ def wrong_pairs(cells: Sequence[dict[str, Any]], predictor: str, measured: str) 
     for cell in cells:
         groups.setdefault((cell["ratio"], cell["budget"]), []).append(cell)
     for (ratio, budget), members in groups.items():
-        asked = f"ratio {ratio:g}" if ratio is not None else f"budget {budget}"
         for a, b in itertools.combinations(members, 2):
             pairs += 1
             good, bad = (a, b) if a[predictor] < b[predictor] else (b, a)
             gap = good[measured] - bad[measured]
             if good[predictor] < bad[predictor] and gap > 0:
                 text = (
-                    f"{asked}: {good['policy']} before {bad['policy']}, measured "
+                    f"{asked(ratio, budget)}: {good['policy']} before {bad['policy']}, measured "
                     f"{good[measured]:.4g} and {bad[measured]:.4g}"
                 )
                 found.append((gap / max(abs(good[measured]), abs(bad[measured])), text))

@@ -26,7 +26,7 @@ from kvtool.replay.unit import decide_cells
 from kvtool.result import LIVE, Result, table_of
 from kvtool.retained import RetainedSet
 from kvtool.trace import Sequence, Trace
-from kvtool.words import spans
+from kvtool.words import asked, spans
 
 # Mean KL in nats that rounding alone may cause where nothing is evicted: the mask takes another path through
 # the attention kernel than the model's own. On SmolLM2 behind 1,024 tokens, step by step, 5e-12 in float32 and 1.2e-3
@@ -103,7 +103,12 @@ class ClosedLoop:
             self._progress(self._total, self._total, "replaying")
             replay_beside(self._trace, self._plan, self._work, tables)
         evicting = sum(not policy.keeps_all for _, policy in self._plan.policies)
-        said = [*warnings, *self._warnings(ready), *sentences(self._noted, evicting, len(self._work))]
+        said = [
+            *warnings,
+            *self._warnings(ready),
+            *_undefined(tables),
+            *sentences(self._noted, evicting, len(self._work)),
+        ]
         arrow = {name: table_of(name, entries) for name, entries in tables.items()}
         return Result(self._manifest(ready), arrow, said, LIVE)
 
@@ -246,3 +251,14 @@ class ClosedLoop:
             "device": "cpu",
             "environment": environment("pyarrow", "zarr", "transformers"),
         }
+
+
+def _undefined(tables: Entries) -> list[str]:
+    """A sentence for every cell in which the model's predictions were no numbers."""
+    return [
+        f"{cell['policy']} at {asked(cell['ratio'], cell['budget'])}, sequence {cell['sequence']}: the predictions of "
+        f"{cell['undefined_steps']} of {cell['evaluated_steps']} steps are not finite, so nothing is measured there; "
+        "--model-dtype float32 may hold them"
+        for cell in tables["cells"]
+        if cell["sequence"] is not None and cell["undefined_steps"]
+    ]

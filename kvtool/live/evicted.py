@@ -64,11 +64,11 @@ class Watched:
         return torch.cat(self._outputs[layer]).transpose(0, 1)
 
 
-class Prefill(Watched):
-    """Remembers the keys [Hk, e, D] that the model computes, by layer."""
+class Whole(Watched):
+    """A run with the whole cache: remembers the keys [Hk, n, D] that the model computes, by layer, a forward each."""
 
-    def __init__(self, geometries: dict[int, Geometry]) -> None:
-        super().__init__(geometries)
+    def __init__(self, geometries: dict[int, Geometry], start: int = 0, outputs: bool = False) -> None:
+        super().__init__(geometries, start, outputs)
         self.keys: dict[int, list[Tensor]] = {layer: [] for layer in geometries}
 
     def see(self, call: AttentionCall) -> None:

@@ -12,7 +12,7 @@ from kvtool.capture.hook import observed
 from kvtool.capture.rotation_watch import RotaryState
 from kvtool.errors import KvtoolError
 from kvtool.kernels.retained_attention.reference import CellBlock
-from kvtool.live.evicted import Evicted, Prefill, Watched
+from kvtool.live.evicted import Evicted, Watched, Whole
 from kvtool.live.measures import Predictions, compare
 from kvtool.live.model import LiveModel
 from kvtool.metrics.output_error import LayerError, OutputError
@@ -82,33 +82,35 @@ class Loop:
         self._geometries = {layer: entry.geometry for layer, entry in ready.probed.items()}
         self._layer_errors = layer_errors
         tokens = sequence.tokens.tolist()
-        prefill = Prefill(self._geometries)
+        prefill = Whole(self._geometries)
         self._feed = Feed(ready.model, chunk=chunk, later=ready.later, around=prefill.forward)
         with observed(ready.model, prefill):
             self._first = self._feed.push(tokens[:event])  # [V]
-        self.key_error = self._check_keys(prefill)
+        self.key_error = self._check_keys(prefill, range(event))
         prefill.keys.clear()  # the feed keeps its observer
         self._rotary = RotaryState(ready.model)
         self._run = tokens[event:] + list(appended)
-        watched = Watched(self._geometries, event, layer_errors)
+        watched = Whole(self._geometries, event, layer_errors)
         self._full = self._logits(watched)  # [n, V]
+        self.key_error = max(self.key_error, self._check_keys(watched, range(event, sequence.length)))
         self._outputs = {layer: watched.output(layer) for layer in sequence.layer_ids} if layer_errors else {}
 
-    def _check_keys(self, prefill: Prefill) -> float:
-        """The model must compute the keys that the trace holds: else decisions and cache have nothing in common."""
+    def _check_keys(self, run: Whole, rows: range) -> float:
+        """The model must compute the keys that the trace holds of `rows`: else decisions and cache have nothing in
+        common, or the trace's queries and this run are of different texts."""
         bound = _KEY_ROOM * error_bound(*dtypes(self._sequence.trace))
         if self._ready.dtype != torch.float32:
             bound = max(bound, _KEY_ROOM * error_bound(str(self._ready.dtype).removeprefix("torch."), "float32"))
         worst = 0.0
         for layer in self._sequence.layer_ids:
-            stored = self._sequence.layer(layer).keys[:, : self._event]
-            found = torch.cat(prefill.keys[layer], 1).to(torch.float32)
+            stored = self._sequence.layer(layer).keys[:, rows.start : rows.stop]
+            found = torch.cat(run.keys[layer], 1)[:, : len(rows)].to(torch.float32)
             error = float((found - stored).norm() / stored.norm().clamp_min(torch.finfo(torch.float32).tiny))
             if not error <= bound:
                 raise KvtoolError(
                     "model-differs",
-                    f"the keys of layer {layer} that this model computes are {error:.2g} away from those of sequence "
-                    f"{self._sequence.index} (bound {bound:g})",
+                    f"the keys of layer {layer} that this model computes for rows {rows.start}:{rows.stop} are "
+                    f"{error:.2g} away from those of sequence {self._sequence.index} (bound {bound:g})",
                     "give the model that was captured, in the dtype of its run",
                 )
             worst = max(worst, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from kvtool.capture.request import parse_dtype
 from kvtool.capture.source import PACKAGED, Source, find_source
 from kvtool.capture.tokenization import Tokenization
 from kvtool.errors import KvtoolError
+from kvtool.layer import Geometry
 from kvtool.trace import Sequence, Trace
 
 
@@ -108,3 +110,21 @@ def check_sequence(ready: LiveModel, sequence: Sequence) -> None:
                 raise KvtoolError(
                     "model-differs", f"layer {layer} has {word} {mine} in {name} and {theirs} in the trace"
                 )
+        for word in ("scale", "softcap"):
+            numbers = getattr(own, word), getattr(stored, word)
+            alike = numbers[0] == numbers[1] if None in numbers else math.isclose(*numbers, rel_tol=1e-6)
+            if not alike:
+                raise KvtoolError(
+                    "model-differs", f"layer {layer} has {word} {numbers[0]} in {name} and {numbers[1]} in the trace"
+                )
+        _check_sinks(own, stored, name)
+
+
+def _check_sinks(own: Geometry, stored: Geometry, name: str) -> None:
+    mine, theirs = own.sink_logits, stored.sink_logits
+    alike = (mine is None) == (theirs is None)
+    if alike and mine is not None and theirs is not None:
+        # Stored in the run's dtype or wider: only bfloat16's rounding may part them.
+        alike = torch.allclose(mine.to(torch.float32), theirs.to(torch.float32), rtol=1e-2, atol=1e-3)
+    if not alike:
+        raise KvtoolError("model-differs", f"layer {stored.layer} has other sink logits in {name} than in the trace")

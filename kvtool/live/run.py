@@ -86,7 +86,7 @@ def live(
         precision=precision,
         kl_windows=kl_windows,
     )
-    store = Store(Path(output), force) if output is not None else None
+    store = Store(Path(output), force, resumes=False) if output is not None else None
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     work = work_of(opened, plan, layers, sequences)
     plan, warnings = servable(plan, work, optional="all" in policies)

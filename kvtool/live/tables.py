@@ -15,6 +15,7 @@ from kvtool.replay.unit import decision_entries
 from kvtool.retained import RetainedSet
 from kvtool.trace import Sequence
 
+MEASURED = ("measured_kl", "measured_kl_max", "delta_nll", "top1_agreement")
 Entries = dict[str, list[dict[str, Any]]]
 
 
@@ -83,21 +84,45 @@ def _mean(values: torch.Tensor) -> float | None:
 
 
 def _measured(sequence: Sequence, event: int, outcome: Outcome) -> dict[str, Any]:
-    """Means over the evaluated steps, those of an appended answer left out."""
+    """Means over the evaluated steps, those of an appended answer left out.
+
+    A step whose predictions are no numbers makes every mean that holds it null: what is left would speak of
+    the harmless steps only.
+    """
     found = outcome.predictions
     kl, agree = found.kl[: sequence.length - event], found.agree[: sequence.length - event]
     lost = (found.nll_evicted - found.nll_full)[: sequence.length - 1 - event]
-    targets = (sequence.attributes.get("gradients") or {}).get("targets")
-    drawn = kl[:0] if targets is None else kl[max(targets[0] - event, 0) : max(targets[1] - event, 0)]
+    undefined = int(kl.isnan().sum())
+    drawn = kl[_predicted(sequence, event)]
     return {
         "evaluated_steps": kl.numel(),
-        "measured_kl": float(kl.mean()),
-        "measured_kl_max": float(kl.max()),
-        "measured_kl_targets": _mean(drawn),
-        "delta_nll": _mean(lost),
-        "nll_full": _mean(found.nll_full[: lost.numel()]),
-        "top1_agreement": float(agree.to(torch.float64).mean()),
+        "undefined_steps": undefined,
+        "measured_kl": _whole(kl),
+        "measured_kl_max": None if undefined else float(kl.max()),
+        "measured_kl_targets": _whole(drawn),
+        "delta_nll": _whole(lost),
+        "nll_full": _whole(found.nll_full[: lost.numel()]),
+        "top1_agreement": None if undefined else float(agree.to(torch.float64).mean()),
     }
+
+
+def _whole(values: torch.Tensor) -> float | None:
+    """The mean, None where there is nothing or a NaN among it."""
+    return float(values.mean()) if values.numel() and not bool(values.isnan().any()) else None
+
+
+def _predicted(sequence: Sequence, event: int) -> torch.Tensor:
+    """[n] bool over the steps from the event on: those that `predicted_kl` speaks of, where something was drawn
+    and every layer with gradients has a query."""
+    steps = torch.arange(event, sequence.length)
+    gradients = sequence.gradients
+    if gradients is None:
+        return torch.zeros(steps.numel(), dtype=torch.bool)
+    found = (steps >= gradients.targets[0]) & (steps < gradients.targets[1])
+    for layer in sequence.layer_ids:
+        if sequence.has_array("output_gradients", layer):
+            found &= torch.isin(steps, sequence.query_steps(layer).to(torch.int64))
+    return found
 
 
 def _answered(event: int, outcome: Outcome, answer: Answer | None) -> dict[str, Any]:
@@ -105,8 +130,9 @@ def _answered(event: int, outcome: Outcome, answer: Answer | None) -> dict[str, 
     if answer is None:
         return dict.fromkeys(("answer_nll_full", "answer_nll", "answer_loss"))
     span = slice(answer.low - 1 - event, answer.high - 1 - event)
-    full, evicted = (float(nll[span].mean()) for nll in (outcome.predictions.nll_full, outcome.predictions.nll_evicted))
-    return {"answer_nll_full": full, "answer_nll": evicted, "answer_loss": evicted - full}
+    full, evicted = (_whole(nll[span]) for nll in (outcome.predictions.nll_full, outcome.predictions.nll_evicted))
+    lost = None if full is None or evicted is None else evicted - full
+    return {"answer_nll_full": full, "answer_nll": evicted, "answer_loss": lost}
 
 
 def _steps(key: dict[str, Any], sequence: Sequence, event: int, outcome: Outcome) -> list[dict[str, Any]]:
@@ -119,8 +145,8 @@ def _steps(key: dict[str, Any], sequence: Sequence, event: int, outcome: Outcome
             {
                 **key,
                 "step": event + index,
-                "kl": float(found.kl[index]),
-                "top1_agrees": bool(found.agree[index]),
+                "kl": float(found.kl[index]),  # NaN becomes null
+                "top1_agrees": None if bool(found.kl[index].isnan()) else bool(found.agree[index]),
                 "nll_full": float(found.nll_full[index]) if known_next else None,
                 "nll": float(found.nll_evicted[index]) if known_next else None,
             }
@@ -141,9 +167,10 @@ def means(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if column in ("sequence", "policy", "ratio", "budget", "schedule", "evaluate", "event", "oracle"):
                 continue
             known = [m[column] for m in members if m[column] is not None]
-            if isinstance(value, str) or not known or isinstance(known[0], str):
+            partly = column in MEASURED and len(known) < len(members)  # a mean over the harmless ones would flatter
+            if isinstance(value, str) or not known or isinstance(known[0], str) or partly:
                 mean[column] = None
             else:
-                mean[column] = sum(known) if column == "evaluated_steps" else fmean(known)
+                mean[column] = sum(known) if column in ("evaluated_steps", "undefined_steps") else fmean(known)
         found.append(mean)
     return found

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvtool.errors import KvtoolError
 from kvtool.files import Lock, write_durably, writing
-from kvtool.result import read_parquet, table_of, write_parquet
+from kvtool.result import FILES, WRITING, read_parquet, table_of, write_parquet
 
 TABLE_FILES = tuple(f"{name}.parquet" for name in ("layers", "rows", "ages", "evict_steps"))
 Partials = list[dict[str, dict[str, Tensor]]]  # [cell][metric][field]
@@ -44,12 +44,14 @@ class Store:
     Args:
         output: folder of the result; created with the first part.
         force: a finished result that is there may be replaced.
+        resumes: parts that are there may be gone on from. Without, they are another run's unfinished work, and
+            stay unless `force`.
 
     Raises:
         KvtoolError: `output-exists`, `locked`, `file-missing`, `write-failed`.
     """
 
-    def __init__(self, output: Path, force: bool) -> None:
+    def __init__(self, output: Path, force: bool, resumes: bool = True) -> None:
         self.output, self.folder = output, output / "parts"
         self._lock: Lock | None = None
         if output.exists() and not output.is_dir():
@@ -59,8 +61,14 @@ class Store:
                 raise KvtoolError(
                     "output-exists", f"{output} already holds a result", "choose another -o, or add --force"
                 )
-        elif output.is_dir() and any(output.iterdir()) and not self.folder.is_dir():
+        elif output.is_dir() and not {entry.name for entry in output.iterdir()} <= {*FILES, WRITING, "parts"}:
             raise KvtoolError("output-exists", f"{output} is not empty and holds no kvtool result", "choose another -o")
+        if not resumes and not force and self.folder.is_dir():
+            raise KvtoolError(
+                "output-exists",
+                f"{output} holds the unfinished work of kvtool replay",
+                "choose another -o, finish that run, or add --force to drop it",
+            )
 
     def open(self) -> None:
         """Take the place for this run. Separate from the checks, so that bad input leaves nothing behind."""

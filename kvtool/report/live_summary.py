@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtool.report.summary import CONTROLS
 from kvtool.result import Result
+from kvtool.words import asked
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class LiveSection:
 
     @property
     def asked(self) -> str:
-        return f"ratio {self.ratio:g}" if self.ratio is not None else f"budget {self.budget}"
+        return asked(self.ratio, self.budget)
 
 
 def live_sections(result: Result) -> list[LiveSection]:
@@ -30,18 +31,22 @@ def live_sections(result: Result) -> list[LiveSection]:
     for cell in result.entries("cells"):
         if cell["sequence"] is None:
             grouped[cell["ratio"], cell["budget"]].append(cell)
-    return [
-        LiveSection(ratio, budget, sorted(cells, key=lambda c: (c["policy"] == "full", c["measured_kl"])))
-        for (ratio, budget), cells in grouped.items()
-    ]
+    return [LiveSection(ratio, budget, sorted(cells, key=_place)) for (ratio, budget), cells in grouped.items()]
+
+
+def _place(cell: dict[str, Any]) -> tuple[bool, bool, float]:
+    """The whole cache last, what could not be measured before it."""
+    kl = cell["measured_kl"]
+    return cell["policy"] == "full", kl is None, 0.0 if kl is None else kl
 
 
 def live_verdicts(result: Result) -> list[str]:
     """One sentence per ratio: which policy changes the model's predictions least."""
     said = []
     for section in live_sections(result):
-        contenders = [c for c in section.cells if not c["oracle"] and c["policy"] not in CONTROLS]
-        random = next((c for c in section.cells if c["policy"] == "random"), None)
+        known = [c for c in section.cells if c["measured_kl"] is not None]
+        contenders = [c for c in known if not c["oracle"] and c["policy"] not in CONTROLS]
+        random = next((c for c in known if c["policy"] == "random"), None)
         if not contenders:
             said.append(f"{section.asked}: no policy besides the controls and oracles was measured")
             continue

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from kvtool.result import Result
+from kvtool.words import asked
 
 CONTROLS = ("full", "random")
 
@@ -53,7 +54,7 @@ class Section:
 
     @property
     def asked(self) -> str:
-        return f"ratio {self.ratio:g}" if self.ratio is not None else f"budget {self.budget}"
+        return asked(self.ratio, self.budget)
 
     @property
     def best(self) -> Line | None:

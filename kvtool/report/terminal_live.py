@@ -12,6 +12,7 @@ from kvtool.report.columns import fitting, left_out
 from kvtool.report.live_summary import LiveSection, Parting, live_sections, live_verdicts, parting
 from kvtool.report.summary import prediction
 from kvtool.result import Result
+from kvtool.words import asked
 
 _WRONG_SHOWN = 3
 _CLOSED = "Closed loop: evicted in the model's own cache; errors reach later layers and steps."
@@ -156,8 +157,8 @@ def _continuations(result: Result) -> list[Any]:
         if cell["sequence"] is not None and cell["generated"] is not None:
             # A model may write anything, terminal control characters included.
             text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(cell["generated"].split()))
-            asked = f"ratio {cell['ratio']:g}" if cell["ratio"] is not None else f"budget {cell['budget']}"
-            found.append(Text(f"sequence {cell['sequence']}, {cell['policy']} at {asked}: {text[:160]}", style="dim"))
+            place = f"sequence {cell['sequence']}, {cell['policy']} at {asked(cell['ratio'], cell['budget'])}"
+            found.append(Text(f"{place}: {text[:160]}", style="dim"))
     return found
 
 

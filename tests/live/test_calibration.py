@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvtool.live.calibration import agreement, calibrate, distinct, pearson, predictors, ranks, spearman
-from kvtool.live.measures import compare
-from kvtool.live.tables import means
-from kvtool.report.live_summary import live_verdicts, parting
+from kvtool.live.measures import Predictions, compare
+from kvtool.live.tables import _measured, means
+from kvtool.report.live_summary import live_sections, live_verdicts, parting
 from kvtool.result import LIVE, Result, table_of
 
 
@@ -151,7 +152,10 @@ def test_means_over_sequences_are_means_and_steps_add_up():
 
 @pytest.mark.parametrize(
     ("kl", "said"),
-    [(0.5, "no policy does better than random (0.5 nats); a has 0.5"), (0.25, "a changes the model's predictions least")],
+    [
+        (0.5, "no policy does better than random (0.5 nats); a has 0.5"),
+        (0.25, "a changes the model's predictions least"),
+    ],
 )
 def test_what_equals_random_does_not_win(kl, said):
     cells = [measured("full", None, 0.0, 8), measured("random", None, 0.5, 4), measured("a", None, kl, 4)]
@@ -164,8 +168,15 @@ def test_what_equals_random_does_not_win(kl, said):
 def test_the_whole_cache_has_no_part_in_the_means_of_layers():
     rows = [
         {
-            **{"sequence": 0, "policy": policy, "ratio": 0.5, "budget": None, "layer": 0, "kv_head": 0, "q_head": head},
-            **{"output_error": error, "closed_output_error": 2 * error},
+            "sequence": 0,
+            "policy": policy,
+            "ratio": 0.5,
+            "budget": None,
+            "layer": 0,
+            "kv_head": 0,
+            "q_head": head,
+            "output_error": error,
+            "closed_output_error": 2 * error,
         }
         for policy, error in (("full", 0.0), ("a", 0.2), ("b", 0.4))
         for head in (0, 1)
@@ -173,3 +184,77 @@ def test_the_whole_cache_has_no_part_in_the_means_of_layers():
     (found,) = parting(Result({}, {"rows": table_of("rows", rows)}, [], LIVE))
     assert (found.open_error, found.closed_error) == (pytest.approx(0.3), pytest.approx(0.6))
     assert found.ratio == pytest.approx(2.0)
+
+
+def test_cells_without_a_number_have_no_part_in_correlations():
+    """A KL of 0 has no logarithm and no ratio; what is not finite is no measurement."""
+    cells = [cell(p, 0.5, x, m) for p, x, m in (("a", 1.0, 2.0), ("b", 2.0, 1.0), ("c", 3.0, 5.0), ("d", 4.0, 0.0))]
+    cells += [cell("e", 0.5, 9.0, math.nan), cell("f", 0.5, 9.0, math.inf), cell("g", 0.5, math.nan, 9.0)]
+    entry = next(e for e in calibrate(cells) if e["predictor"] == "predicted_kl")
+    assert entry["cells"] == 4
+    assert entry["spearman"] == pytest.approx(spearman([1, 2, 3, 4], [2, 1, 5, 0]))
+    assert (entry["ratio_low"], entry["ratio_high"]) == (0.5, 2.0)
+    assert calibrate([cell("full", 0.5, 0.0, 0.0)]) == []
+
+
+def test_ties_of_the_predictor_are_not_wrong_and_answers_have_no_ratio():
+    cells = [cell("a", 0.5, 1.0, 2.0, answer=0.5), cell("b", 0.5, 1.0, 1.0, answer=0.4)]
+    found = agreement(cells, "predicted_kl", "measured_kl")
+    assert (found["pairs"], found["wrong_pairs"]) == (1, [])
+    assert agreement(cells, "predicted_kl", "answer_loss")["ratio_median"] is None
+
+
+def test_constants_have_no_correlation_however_their_mean_rounds():
+    assert pearson([0.1] * 7, [1, 2, 3, 4, 5, 6, 7.5]) is None
+
+
+def test_predictions_that_overflow_are_undefined_not_infinite():
+    full = torch.randn(5, 7, generator=torch.Generator().manual_seed(3))
+    evicted = full.clone() + 0.1 * torch.arange(7)
+    evicted[1, 2], evicted[2, 2], evicted[3, 0] = math.nan, math.inf, -math.inf
+    found = compare(full, evicted, torch.tensor([0, 1, 2, 3]))
+    assert found.kl.isnan().tolist() == [False, True, True, True, False]
+    assert found.nll_evicted.isnan().tolist() == found.nll_full.isnan().tolist() == [False, True, True, True]
+
+
+def of_sequence(length, targets, queries):
+    gradients = None if targets is None else SimpleNamespace(targets=targets)
+    return SimpleNamespace(
+        length=length,
+        gradients=gradients,
+        layer_ids=[0, 1],
+        has_array=lambda name, layer: name == "output_gradients" and layer == 0,
+        query_steps=lambda layer: torch.tensor(queries),
+    )
+
+
+@pytest.mark.parametrize(
+    ("targets", "queries", "event", "expected"),
+    [
+        (None, range(12), 8, []),
+        ((8, 12), range(12), 8, [8, 9, 10, 11]),
+        ((9, 11), range(12), 8, [9, 10]),
+        ((4, 10), range(12), 8, [8, 9]),  # the event lies inside the targets
+        ((0, 12), range(10, 12), 8, [10, 11]),  # no query, no prediction
+    ],
+)
+def test_what_is_measured_is_what_is_predicted(targets, queries, event, expected):
+    sequence = of_sequence(12, targets, list(queries))
+    kl = torch.arange(12, dtype=torch.float64)[event:]
+    following = torch.zeros(11 - event, dtype=torch.float64)
+    found = _measured(sequence, event, SimpleNamespace(predictions=Predictions(kl, kl > 0, following, following)))
+    assert found["measured_kl"] == pytest.approx(float(kl.mean()))
+    assert found["measured_kl_targets"] == (pytest.approx(sum(expected) / len(expected)) if expected else None)
+    kl[1] = math.nan
+    found = _measured(sequence, event, SimpleNamespace(predictions=Predictions(kl, kl > 0, following, following)))
+    assert (found["measured_kl"], found["top1_agreement"], found["undefined_steps"]) == (None, None, 1)
+
+
+def test_a_cell_that_could_not_be_measured_stands_below_the_others_and_has_no_mean():
+    cells = [measured("full", None, 0.0, 8), measured("a", None, None, 4), measured("b", None, 0.5, 4)]
+    result = Result({}, {"cells": table_of("cells", cells)}, [], LIVE)
+    (section,) = live_sections(result)
+    assert [c["policy"] for c in section.cells] == ["b", "a", "full"]
+    assert "b changes the model's predictions least" in live_verdicts(result)[0]
+    (mean,) = means([measured("a", 0, None, 4), measured("a", 1, 0.5, 4)])
+    assert mean["measured_kl"] is None

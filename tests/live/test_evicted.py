@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvtool.capture.hook import observed
 from kvtool.capture.probe import probe
 from kvtool.capture.quiet import quiet
 from kvtool.capture.rotation_watch import RotaryState
+from kvtool.errors import KvtoolError
 from kvtool.live.evicted import Evicted
 from kvtool.retained import RetainedSet
 
@@ -246,3 +248,28 @@ def test_rows_behind_the_trace_never_leave(tiny, tokens):
     assert not hidden[:, :, EVENT:].any()
     assert torch.equal(hidden[0], hidden[1])  # one group, one set
     assert not torch.equal(hidden[1], hidden[2])
+
+
+def test_a_mask_that_contradicts_the_geometry_is_refused(tiny, tokens):
+    """Every layer of its own kind and window is held against its own mask."""
+    model = tiny("mistral")
+    geometries = {layer: entry.geometry for layer, entry in probe(model).items()}
+    last = max(geometries)
+    wrong = {**geometries, last: replace(geometries[last], window=geometries[last].window - 1)}
+    feed = Feed(model)
+    feed.push(tokens[:EVENT])
+    watched = Evicted(wrong, decisions(model, None), EVENT)
+    branch = feed.fork(around=watched.forward)
+    with observed(model, watched), pytest.raises(KvtoolError):
+        branch.logits(tokens[EVENT:])
+
+
+def test_a_layer_that_is_never_called_is_missed(tiny, tokens):
+    model = tiny("llama")
+    geometries = {layer: entry.geometry for layer, entry in probe(model).items()}
+    feed = Feed(model)
+    feed.push(tokens[:EVENT])
+    watched = Evicted({**geometries, 99: geometries[0]}, {}, EVENT)
+    branch = feed.fork(around=watched.forward)
+    with observed(model, watched), pytest.raises(KvtoolError, match=r"layers \[99\] were not called"):
+        branch.logits(tokens[EVENT:])
