@@ -297,10 +297,11 @@ def test_another_continuation_than_the_captured_one_is_refused(folder, traced, t
 def test_a_dynamic_rotation_starts_every_cell_from_the_same_state(folder, traced):
     """The rotary state that one cell leaves behind must not reach the next: each alone gives the same numbers."""
     trace = traced("llama-dynamic")
-    both = cells(live(folder("llama-dynamic"), trace, ["knorm", "tova"], ratios=["0.5"], window=6))
+    # The model's own continuation is longer than the text, and stretches the rotation further.
+    written = cells(live(folder("llama-dynamic"), trace, ["tova"], ratios=["0.5"], window=6, generate=40))
     alone = cells(live(folder("llama-dynamic"), trace, ["tova"], ratios=["0.5"], window=6))
-    assert both["tova", 0.5]["measured_kl"] == alone["tova", 0.5]["measured_kl"]
-    assert both["full", 0.5]["measured_kl"] < 1e-9
+    for key in (("tova", 0.5), ("random", 0.5), ("full", 0.5)):
+        assert written[key]["measured_kl"] == alone[key]["measured_kl"]
 
 
 def test_a_folder_with_another_runs_work_is_left_alone(folder, traced, tmp_path):
