@@ -123,6 +123,7 @@ def build_gradients(path: Path) -> Trace:
         prompt_tokens=256,
         eval_tokens=64,
         gradients=2,
+        gradient_probe="tokens",
         output_projection=False,
         dtype="float16",
         force=True,
