@@ -71,7 +71,14 @@ def write(
             sequence.finish(
                 tokens=torch.arange(count) + 100 * index,
                 positions=torch.arange(count),
-                gradients=Gradients(DRAWS, block or count - first, "continuation", (low, high), high - low, 0),
+                gradients=Gradients(
+                    DRAWS,
+                    block or count - first,
+                    "continuation" if first >= PROMPT else "all",
+                    (low, high),
+                    high - low,
+                    0,
+                ),
                 gradient_steps=torch.arange(first, count),
                 output_gradients={
                     number: torch.randn(shape, generator=g) for number in geometries() if number not in without
@@ -263,7 +270,11 @@ def test_what_is_left_out_is_said(written: dict[str, Any], options: dict[str, An
     ("written", "options", "said"),
     [
         ({}, {"evaluate": "pool"}, "gradients speak of the live set"),
-        ({"first": 20, "targets": (20, 28)}, {}, "nothing was drawn at or after the event at step 30; what was drawn starts at step 20"),
+        (
+            {"first": 20, "targets": (20, 28)},
+            {},
+            "nothing was drawn at or after the event at step 30; what was drawn starts at step 20",
+        ),
     ],
 )
 def test_null_has_a_reason(written: dict[str, Any], options: dict[str, Any], said: str, tmp_path: Path) -> None:
