@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
-from kvtool.layer import Gradients
+from kvtool.layer import MOST_DRAWS, Gradients
 from kvtool.trace.attributes import Fields
 from kvtool.trace.layout import dtype_name, layer_path
 from kvtool.trace.metadata import Tree
 
 GRADIENT_FIELDS = ("draws", "block", "at", "targets", "steps", "seed")
 PROBE = "probe"  # absent where tokens were drawn
-MOST_DRAWS = 1 << 16
 MOST_LOSS = 0.01  # relative L2 that rounding may cost one draw of one layer
 
 

@@ -406,7 +406,7 @@ def test_a_gradient_that_is_no_number_is_an_error() -> None:
 def test_gradients_whose_product_overflows_are_an_error_that_names_the_layer(number: float) -> None:
     layers = [make_layer(n, dtype=torch.float32) for n in (0, 7)]
     layers[1].output_gradients[3, 2] = number  # type: ignore[index]
-    with pytest.raises(KvtoolError, match="gradients of layer 7 times errors of attention .* float32") as caught:
+    with pytest.raises(KvtoolError, match=r"gradients of layer 7 times errors of attention .* float32") as caught:
         partials_of(layers, [evicting(0), evicting(1)])
     assert caught.value.code == "not-finite"
     exact = [layer.with_dtype(torch.float64) for layer in layers]
