@@ -15,6 +15,7 @@ from kvtool.rotation import Rotation
 from kvtool.shapes import expect_shapes
 
 Kind = Literal["full", "sliding", "chunked"]
+MOST_DRAWS = 1 << 16  # of gradients: beyond them a draw says nothing new
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,8 @@ def gradient_disk_bytes(
 def gradient_memory_bytes(
     shapes: Mapping[int, LayerShape], inputs: list[Input], plan: GradientPlan, run_item: int, config: Any
 ) -> int:
-    """Memory of the largest block's graph, of its logits and of the gradients themselves.
+    """Memory of the largest block's graph, of its logits, of the gradients themselves and of the
+    outputs that they are held against.
 
     Per step and layer the graph keeps some 14 vectors of the model's width, 5 of its feed-forward width and
     6 of all heads; per layer the keys and values of all rows, repeated over the groups.
@@ -48,6 +49,6 @@ def gradient_memory_bytes(
             for s in shapes.values()
         )
         logits = 4 * block * int(text.vocab_size)
-        drawn = 2 * plan.draws * steps * sum(s.query_heads * s.value_dim for s in shapes.values())
+        drawn = (2 * plan.draws + 1) * steps * sum(s.query_heads * s.value_dim for s in shapes.values())
         most = max(most, (graph + drawn) * run_item + logits * max(run_item, 4))
     return most

@@ -65,6 +65,14 @@ class GradientPlan:
         first = prompt_length if self.at == "continuation" else 0
         return range(first, prompt_length if self.at == "prompt" else tokens)
 
+    def differentiated(self, prompt_length: int) -> tuple[int, int | None]:
+        """First step of the first block with targets, and the step behind the last target; None for a run's end."""
+        start = self.evaluated(prompt_length, prompt_length).start
+        if self.targets is None:
+            return start, prompt_length if self.at == "prompt" else None
+        low, high = self.targets
+        return (start if self.block is None else low - (low - start) % self.block), high
+
     def work(self, prompt_length: int, tokens: int) -> int:
         """Tokens that go backward, all draws together."""
         return self.draws * len(self.evaluated(prompt_length, tokens))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,14 @@ from kvtool.capture.cotangents import Probe, cotangents
 from kvtool.capture.generation import Feed
 from kvtool.capture.gradient_plan import GradientPlan
 from kvtool.capture.hook import AttentionCall, observed
+from kvtool.capture.kept_outputs import KeptOutputs
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry, Gradients
 
 # How far one forward over a block may be from the run itself, whose forwards were of other lengths
 # (relative L2 of attention's output): rounding of each dtype, grown through the layers.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
+_HELD_ROWS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +73,7 @@ def draw_gradients(
     tokens: list[int],
     prompt_length: int,
     geometries: Mapping[int, Geometry],
-    samples: Mapping[int, Tensor],
+    ran: Mapping[int, KeptOutputs],
     progress: Callable[[int], None] | None = None,
 ) -> Drawn:
     """Draw cotangents at the logits and pull them back to the attention outputs of the evaluated steps.
@@ -81,7 +83,7 @@ def draw_gradients(
         feed: its cache just before the first evaluated step; used up.
         tokens: the whole sequence's.
         geometries: the layers to differentiate by.
-        samples: layer -> [H, n, Dv], attention output of the last n rows as the run itself gave them.
+        ran: layer -> its outputs in the run itself, at `plan.differentiated` steps; every block is held against them.
         progress: called with the number of steps after each backward pass.
 
     Raises:
@@ -98,7 +100,7 @@ def draw_gradients(
         if stop > how.targets[0]:
             targets = range(max(start, how.targets[0]), min(stop, how.targets[1]))
             numbers = uniforms[:, targets.start : targets.stop]
-            blocks = _block(model, feed, tokens, cuts, targets, numbers, plan.probe, geometries, samples)
+            blocks = _block(model, feed, tokens, cuts, targets, numbers, plan.probe, geometries, ran)
             for layer, block in blocks.items():
                 if layer not in arrays:
                     arrays[layer] = block.new_zeros(*block.shape[:2], len(steps), block.shape[3])
@@ -122,7 +124,7 @@ def _block(
     uniforms: Tensor,
     probe: Probe,
     geometries: Mapping[int, Geometry],
-    samples: Mapping[int, Tensor],
+    ran: Mapping[int, KeptOutputs],
 ) -> dict[int, Tensor]:
     """Gradients [S, H, n, Dv] of one block's steps, by layer.
 
@@ -142,7 +144,7 @@ def _block(
             first = min(max(low, targets.start), high)  # the part's first target, `high` if it has none
             logits = feed.graph(tokens[low:high], max(high - first, 1))
             parts.append(logits[: max(min(high, targets.stop) - first, 0)])
-    _hold_against_run(zeros, feed.length, len(tokens), samples)
+    _hold_against_run(zeros, geometries, range(cuts[0], min(feed.length, targets.stop)), ran)
     logits = torch.cat(parts)  # [targets, V]
     if not logits.requires_grad:
         raise _not_differentiable(model, "its logits carry no gradient")
@@ -175,22 +177,24 @@ def _uniforms(plan: GradientPlan, tokens: list[int]) -> Tensor:
     return torch.stack(drawn)
 
 
-def _hold_against_run(zeros: _Zeros, stop: int, tokens: int, samples: Mapping[int, Tensor]) -> None:
-    """The attention outputs of a block that ends at step `stop` are those of the run, up to rounding."""
-    for layer, sample in samples.items():
-        mine = torch.cat(zeros.outputs[layer]).transpose(0, 1)  # [H, n, Dv]
-        count = min(sample.shape[1] - (tokens - stop), mine.shape[1])
-        if count <= 0:
-            continue
-        theirs = sample[:, sample.shape[1] - (tokens - stop) - count : sample.shape[1] - (tokens - stop)].double()
-        error = float((mine[:, -count:].double() - theirs).norm() / theirs.norm().clamp_min(1e-30))
-        if not error <= _ROUNDING[mine.dtype]:
-            raise KvtoolError(
-                "model-unsupported",
-                f"the model computes other attention outputs when the evaluated steps run as blocks: those of layer "
-                f"{layer} are off by {error:.2g}",
-                "--gradient-block 1 repeats the steps of a generation one by one; or capture without --gradients",
-            )
+def _hold_against_run(zeros: _Zeros, layers: Iterable[int], steps: range, ran: Mapping[int, KeptOutputs]) -> None:
+    """The attention outputs of a block's `steps` are those of the run, up to rounding, a few rows at a time.
+
+    A long block must not hide rows that are off behind many that are not.
+    """
+    for layer in layers:
+        theirs = ran[layer].of(steps)  # [n, H, Dv]
+        mine = torch.cat(zeros.outputs[layer])[: len(steps)]
+        for found, expected in zip(mine.split(_HELD_ROWS), theirs.split(_HELD_ROWS), strict=True):
+            error = float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+            if not error <= _ROUNDING[mine.dtype]:
+                raise KvtoolError(
+                    "model-unsupported",
+                    f"the model computes other attention outputs when the evaluated steps run as blocks: those of "
+                    f"layer {layer} are off by {error:.2g}",
+                    "--gradient-block 1 repeats the steps of a generation one by one, a run without --chunk reads "
+                    "the prompt as one block; or capture without --gradients",
+                )
 
 
 def _not_differentiable(model: Any, reason: str) -> KvtoolError:

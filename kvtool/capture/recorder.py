@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvtool.capture.hook import AttentionCall
+from kvtool.capture.kept_outputs import KeptOutputs
 from kvtool.capture.module_inputs import position_embeddings_of
 from kvtool.capture.probe import Probed
 from kvtool.capture.request import QuerySelection
@@ -69,6 +70,8 @@ class Recorder:
         selection: which queries are stored.
         tokens: T where it is known beforehand; while generating it is not.
         sink: see Sink.
+        kept: half-open range of steps, perhaps to the end, whose attention outputs are kept in the run's dtype:
+            as much memory as one draw of their gradients. None keeps nothing.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Recorder:
         selection: QuerySelection,
         tokens: int | None,
         sink: Sink,
+        kept: tuple[int, int | None] | None = None,
     ) -> None:
         self._probed, self._sink = probed, sink
         self._first = 0
@@ -88,6 +92,7 @@ class Recorder:
             self._held = {layer: _tail(selection.count) for layer in probed}
         elif selection.kind != "all":
             self._first = selection.first_step(prompt_length, tokens or 0)
+        self.ran = {} if kept is None else {layer: KeptOutputs(kept) for layer in probed}
         self._samples = {layer: _tail(SAMPLE_STEPS) for layer in probed}
         self._start = 0
         self._seen: set[int] = set()
@@ -114,6 +119,8 @@ class Recorder:
             self._held[call.layer].push(call.queries, steps)
         elif (skip := max(self._first - self._start, 0)) < n:
             self._sink.append(call.layer, queries=call.queries[:, skip:], query_steps=steps[skip:])
+        if self.ran:
+            self.ran[call.layer].push(call.output, self._start)
         self._samples[call.layer].push(call.output.transpose(0, 1).to(torch.float32), steps)
 
     def _check(self, geometry: Geometry, call: AttentionCall) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvtool.capture.gradient_plan import GradientPlan, parse_at, parse_probe, parse_targets
 from kvtool.errors import KvtoolError
+from kvtool.layer import MOST_DRAWS
 from kvtool.words import parse_ids
 
 DTYPES = {
@@ -207,6 +208,10 @@ class Request:
 
     def _check_gradients(self) -> None:
         plan = self.gradient_plan
+        if plan is not None and plan.draws > MOST_DRAWS:
+            raise KvtoolError(
+                "usage", f"--gradients {plan.draws} is more than {MOST_DRAWS} draws", "--gradients 4 is a good start"
+            )
         for name in ("gradients_at", "gradient_targets", "gradient_block", "gradient_probe"):
             if plan is None and getattr(self, name) is not None:
                 raise KvtoolError(

@@ -96,10 +96,11 @@ def _sequence(
         {layer: entry.geometry for layer, entry in probed.items()}, prompt_length=len(prompt), attributes=attributes
     )
     known = None if item.new_tokens else item.most_tokens
-    recorder = Recorder(model, probed, len(prompt), request.query_selection, known, sink)
+    plan = request.gradient_plan
+    kept = None if plan is None else plan.differentiated(len(prompt))
+    recorder = Recorder(model, probed, len(prompt), request.query_selection, known, sink, kept)
     feed = Feed(model, chunk=request.chunk, later=later, around=recorder.forward, progress=count)
     stop = stop_tokens(model) | ready.tokenization.stop_tokens
-    plan = request.gradient_plan
     with observed(model, recorder), recorder.watching():
         logits = feed.push(prompt)
         # Layers with a window forget the prompt while they go on.
@@ -118,7 +119,7 @@ def _sequence(
     gradients: dict[str, Any] = {}
     if plan is not None:
         rotary.restore()
-        drawn = draw_gradients(model, primed or Feed(model), plan, tokens, len(prompt), geometries, samples, count)
+        drawn = draw_gradients(model, primed or Feed(model), plan, tokens, len(prompt), geometries, recorder.ran, count)
         gradients = {"gradients": drawn.how, "gradient_steps": drawn.steps, "output_gradients": drawn.arrays}
     sink.finish(
         tokens=torch.tensor(tokens),

@@ -63,8 +63,9 @@ def _check_bytes(trace: Path, document: dict[str, Any], as_json: bool) -> int:
 
 
 def _check_numbers(opened: Any, document: dict[str, Any]) -> Exception | None:
-    """Recompute attention; the error to raise after the answer was printed, or None."""
+    """Look at every number and recompute attention; the error to raise after the answer was printed, or None."""
     from kvtool.cli.console import progress_on_terminal
+    from kvtool.trace.numbers import numbers_fault
     from kvtool.trace.recompute import accuracy_error, dtypes, recompute
 
     with progress_on_terminal("recompute") as progress:
@@ -85,4 +86,4 @@ def _check_numbers(opened: Any, document: dict[str, Any]) -> Exception | None:
             for row in results
         ],
     )
-    return accuracy_error(opened, results)
+    return numbers_fault(opened) or accuracy_error(opened, results)

@@ -64,8 +64,10 @@ class Whole:
         return -(-(min(self.first + self.dot.shape[1] - 1, self.last_target) - self.first + 1) // width)
 
     def per_draw(self, width: int) -> Tensor:
-        """[S] half the sum over windows of the squared sum over the window's steps, per step."""
+        """[S] half the sum over windows of the squared sum over the window's steps, per step; one window at most
+        is as wide as all steps."""
         draws, length = self.dot.shape
+        width = min(width, length)
         padded = torch.zeros(draws, -(-length // width) * width, dtype=torch.float64)
         padded[:, :length] = self.dot
         return padded.view(draws, -1, width).sum(-1).square().sum(-1) / (2 * self.steps)

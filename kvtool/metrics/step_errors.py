@@ -118,7 +118,7 @@ def evaluate_layer(
 
 def _gradients(layer: Layer, steps: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
     """The layer's gradients [S, H, Tg, Dv], which of them belongs to each step [n] (-1: none), and how many
-    of the steps had their next token drawn.
+    next tokens were drawn from the first such step on.
 
     Raises:
         KvtoolError: code `not-finite`.
@@ -137,8 +137,8 @@ def _gradients(layer: Layer, steps: Tensor) -> tuple[Tensor | None, Tensor | Non
             "kvtool inspect --verify names damaged files",
         )
     low, high = layer.gradients.targets
-    earlier = (known >= low) & (known < high) & (known < steps[0])  # drawn before the event
-    return gradients, at, layer.gradients.steps - int(earlier.sum())
+    first = int(steps[at >= 0][0])  # what was drawn before it says nothing of the evaluated steps
+    return gradients, at, max(high - max(low, first), 0)
 
 
 def _pool(retained: list[RetainedSet]) -> Tensor:
@@ -215,9 +215,25 @@ def measure(
         if into.gradient_dot is not None and slopes is not None:
             into.gradient_dot[:, :, rows] = -(slopes @ error[..., None])[..., 0].permute(2, 0, 1).to(block.full.dtype)
     done = [cell for cell in collected if cell is not None]
+    _refuse_overflow(done, gradient_rows, layer)
     if len(done) != cells:
         raise AssertionError(f"blocks of {len(done)} cells, expected {cells}")
     return done
+
+
+def _refuse_overflow(cells: list[StepErrors], gradient_rows: Tensor | None, layer: int | None) -> None:
+    """Gradients are finite, yet their product with an error need not be."""
+    for cell in cells:
+        if cell.gradient_dot is None or gradient_rows is None:
+            continue
+        if not bool(torch.isfinite(cell.gradient_dot[:, :, gradient_rows >= 0]).all()):
+            kind = str(cell.gradient_dot.dtype).removeprefix("torch.")
+            raise KvtoolError(
+                "not-finite",
+                f"gradients{'' if layer is None else f' of layer {layer}'} times errors of attention are more than "
+                f"{kind} can hold: there is no predicted KL",
+                "--precision float64 holds more; gradients of that size are rarely those of a model",
+            )
 
 
 def _slopes(output_gradients: Tensor, rows: Tensor) -> Tensor:

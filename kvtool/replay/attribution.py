@@ -57,4 +57,5 @@ def attribute(plan: Plan, work: Work, parts: list[Part], progress: Callable[[int
                             "shares": shares[head, evicted].tolist(),
                         }
                     )
-    return table_of("token_shares", entries)
+    # An empty table has the columns of a full one.
+    return table_of("token_shares", entries or [{"tokens": [], "shares": []}]).slice(0, len(entries))

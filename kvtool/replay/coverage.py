@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from kvtool.replay.plan import Plan
 from kvtool.trace import Sequence, Trace
 from kvtool.words import spans
@@ -44,20 +46,25 @@ def coverage(trace: Trace, sequence: Sequence, plan: Plan, layer_ids: list[int],
         return Coverage(f"the trace has no gradients; {HOW}")
     past_targets = gradients.targets[1]
     layers = [sequence.layer(layer_id) for layer_id in drawn]
-    known = [layer.gradient_steps for layer in layers if layer.gradient_steps is not None]
-    first, last = min(int(steps[0]) for steps in known), max(int(steps[-1]) for steps in known)
-    if last < step or past_targets <= step:
+    known = next(layer.gradient_steps for layer in layers if layer.gradient_steps is not None)  # all have the same
+    first, evaluated = int(known[0]), known[known >= step]
+    # By layer the evaluated steps that also have a query: where there is none, nothing is computed.
+    usable = [evaluated[torch.isin(evaluated, layer.query_steps)] for layer in layers]
+    if past_targets <= step:
         earlier = f"what was drawn starts at step {first}, see --evict-at"
         return Coverage(f"nothing was drawn at or after the event at step {step}; {earlier}")
+    starts = [int(steps[0]) for steps in usable if len(steps)]
+    if not starts:
+        return Coverage(f"no step at or after the event at step {step} has both a gradient and a query")
+    if past_targets <= min(starts):
+        without = f"the first step with both a gradient and a query, after the event at step {step}"
+        return Coverage(f"nothing was drawn at or after step {min(starts)}, {without}")
     said = []
     if first > step:
         said.append(f"gradients start at step {first}, after the event at step {step}")
     if (left_out := _layers_left_out(trace, drawn)) is not None:
         said.append(left_out)
-    unasked = max(
-        int((steps >= step).sum()) - int(((layer.query_steps[:, None] == steps) & (steps >= step)).sum())
-        for steps, layer in zip(known, layers, strict=True)
-    )
+    unasked = len(evaluated) - min(len(steps) for steps in usable)
     if unasked:
         said.append(f"{unasked} steps have a gradient but no query")
     # Blocks start at the first step with a gradient: what is cut is a later target in another block.

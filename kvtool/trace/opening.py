@@ -62,7 +62,7 @@ def _sequence(trace: Trace, index: int) -> Sequence:
     path = sequence_path(index)
     attributes, length, prompt_length = sequence_fields(trace.tree.groups[path].get(ATTRIBUTE), f"sequence {index}")
     check_sequence(trace.tree, path, length)
-    gradients = parse_gradients(attributes.get("gradients"), f"sequence {index}", length)
+    gradients = parse_gradients(attributes.get("gradients"), f"sequence {index}", length, prompt_length)
     parsed: dict[int, tuple[Geometry, bool]] = {}
     prefix = f"{path}/layers/"
     for group, values in trace.tree.groups.items():
@@ -73,9 +73,9 @@ def _sequence(trace: Trace, index: int) -> Sequence:
             parsed[layer] = parse_layer(values.get(ATTRIBUTE), layer, where, recorded=recorded)
     for layer in parsed:
         check_layer(trace.tree, index, layer, {number: entry[0] for number, entry in parsed.items()}, length)
-        check_gradients(trace.tree, index, layer, gradients)
     if not parsed:
         raise KvtoolError("trace-unsafe", f"sequence {index} has no layers")
+    check_gradients(trace.tree, index, sorted(parsed), gradients)
     return Sequence(trace, index, attributes, length, prompt_length, sorted(parsed), parsed, gradients)
 
 

@@ -18,6 +18,7 @@ from kvtool.rotation import Rotation
 from kvtool.trace.array import read_array
 from kvtool.trace.commit import Commit
 from kvtool.trace.consistency import steps_fault
+from kvtool.trace.gradients import gradient_steps_fault
 from kvtool.trace.layout import FLOATS, layer_path, projection_path, sequence_path
 from kvtool.trace.metadata import Tree
 
@@ -125,8 +126,16 @@ class Sequence:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[T] int32."""
-        return self.array("tokens")
+        """[T] int32.
+
+        Raises:
+            KvtoolError: code `trace-unsafe` for a negative one.
+        """
+        tokens = self.array("tokens")
+        if int(tokens.min()) < 0:
+            row = int((tokens < 0).nonzero()[0])
+            raise KvtoolError("trace-unsafe", f"sequence {self.index} has the token {int(tokens[row])} in row {row}")
+        return tokens
 
     @cached_property
     def positions(self) -> Tensor:
@@ -197,8 +206,28 @@ class Sequence:
             loaders=loaders,
             dtype=dtype,
             gradients=self.gradients if drawn else None,
-            gradient_steps=self.array("gradient_steps", layer_id) if drawn else None,
+            gradient_steps=self.gradient_steps if drawn else None,
         )
+
+    @cached_property
+    def gradient_steps(self) -> Tensor | None:
+        """[Tg] int64, the consecutive rows with gradients, the same in every layer that has any; None where none has.
+
+        Raises:
+            KvtoolError: code `trace-unsafe`, naming the layer whose steps are others.
+        """
+        found: Tensor | None = None
+        for layer_id in self.layer_ids:
+            if self.gradients is None or not self.has_array("gradient_steps", layer_id):
+                continue
+            steps = self.array("gradient_steps", layer_id)
+            fault = gradient_steps_fault(self.gradients, steps, self.length, self.prompt_length)
+            if fault is None and found is not None and not torch.equal(found, steps):
+                fault = "gradient steps that differ from those of the layers before it"
+            if fault is not None:
+                raise KvtoolError("trace-unsafe", f"layer {layer_id} of sequence {self.index} has {fault}")
+            found = steps
+        return found
 
     def query_steps(self, layer_id: int) -> Tensor:
         """[Tq] int64, the rows whose queries are stored, ascending.

@@ -17,7 +17,7 @@ from kvtool.shapes import expect_shapes
 from kvtool.trace.array import create_group, write_array, write_heads
 from kvtool.trace.attributes import layer_attributes
 from kvtool.trace.consistency import steps_fault
-from kvtool.trace.gradients import gradient_attributes, stored_gradients
+from kvtool.trace.gradients import gradient_attributes, gradient_steps_fault, stored_gradients, targets_fault
 from kvtool.trace.layout import ATTRIBUTE, layer_path, sequence_path, to_numpy
 from kvtool.trace.publish import WRITING
 from kvtool.trace.spool import Spool
@@ -117,7 +117,7 @@ class SequenceWriter:
             output_samples: layer -> [H, n, Dv], the model's own attention output of the last n query steps.
             geometries: the final ones, where the run found out more (rotation, sink logits).
             gradients: how the gradients were drawn, where there are any.
-            gradient_steps: [Tg] rows of the gradients, ascending.
+            gradient_steps: [Tg] rows of the gradients, consecutive, the targets among them.
             output_gradients: layer -> [S, H, Tg, Dv] in any float dtype, rounded once to the trace's.
 
         Raises:
@@ -129,6 +129,8 @@ class SequenceWriter:
         count = expect_shapes(tokens=(tokens, "T"), positions=(positions, "T"))["T"]
         if not 0 <= self._prompt_length <= count or not count:
             raise KvtoolError("shape", f"a prompt of {self._prompt_length} tokens in a sequence of {count}")
+        if int(tokens.min()) < 0:
+            raise KvtoolError("shape", f"sequence {self.index} has the token {int(tokens.min())}; tokens count from 0")
         steps = {layer: self._finished_steps(layer, count) for layer in self._geometries}
         self._take_gradients(gradients, gradient_steps, output_gradients or {}, count)
         with writing(self._trace.path):
@@ -149,13 +151,15 @@ class SequenceWriter:
         if gradients is None or steps is None:
             return
         steps = steps.detach().to(device="cpu", dtype=torch.int64, copy=True)
-        if not len(steps) or bool((steps.diff() <= 0).any()) or int(steps[0]) < 0 or int(steps[-1]) >= count:
-            raise KvtoolError("shape", f"the gradients' steps do not ascend within 0 to {count - 1}")
         for layer, array in arrays.items():
             geometry = self._geometries[layer]
             dims = f"{gradients.draws} {geometry.query_heads} Tg {geometry.value_dim}"
             expect_shapes(gradient_steps=(steps, "Tg"), output_gradients=(array, dims))
             self._gradients[layer] = steps, stored_gradients(array, self._trace.dtype, f"layer {layer}", steps)
+        fault = targets_fault(gradients, count, self._prompt_length)
+        fault = fault or gradient_steps_fault(gradients, steps, count, self._prompt_length)
+        if fault is not None:
+            raise KvtoolError("shape", f"sequence {self.index} has {fault}")
         self._attributes = {**self._attributes, "gradients": gradient_attributes(gradients)}
 
     def _finished_steps(self, layer: int, count: int) -> Tensor:

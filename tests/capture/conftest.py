@@ -246,12 +246,14 @@ class Arrays:
 class Captured:
     """One recorded run of a tiny model: logits behind each forward, arrays, final geometries, samples."""
 
-    def __init__(self, model: Any, pushes: list[list[int]], chunk: int | None, queries: str, known: bool) -> None:
+    def __init__(
+        self, model: Any, pushes: list[list[int]], chunk: int | None, queries: str, known: bool, kept: Any
+    ) -> None:
         self.probed = probe(model)
         self.arrays = Arrays()
         total = sum(map(len, pushes))
         recorder = Recorder(
-            model, self.probed, len(pushes[0]), parse_queries(queries), total if known else None, self.arrays
+            model, self.probed, len(pushes[0]), parse_queries(queries), total if known else None, self.arrays, kept
         )
         state = RotaryState(model)
         feed = Feed(model, chunk=chunk, around=recorder.forward)
@@ -259,7 +261,7 @@ class Captured:
             self.logits = [feed.push(part) for part in pushes]
         state.restore()
         self.geometries = recorder.finish()
-        self.samples = recorder.samples()
+        self.samples, self.ran = recorder.samples(), recorder.ran
         self.tokens = total
 
 
@@ -273,7 +275,9 @@ def tiny() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def record() -> Callable[..., Captured]:
     """Function of (model, pushes) -> the recorded run of feeding these lists of tokens one after another."""
-    return lambda model, pushes, chunk=None, queries="all", known=True: Captured(model, pushes, chunk, queries, known)
+    return lambda model, pushes, chunk=None, queries="all", known=True, kept=None: Captured(
+        model, pushes, chunk, queries, known, kept
+    )
 
 
 @pytest.fixture(scope="session")

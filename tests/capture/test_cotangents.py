@@ -84,3 +84,17 @@ def test_a_picked_token_is_where_the_distribution_function_passes():
 def test_the_dtype_is_the_logits_own():
     (found,) = cotangents("signs", logits_of(1.0).to(torch.bfloat16), numbers(1))
     assert found.dtype == torch.bfloat16
+
+
+def test_probabilities_need_not_add_up_exactly():
+    p = torch.tensor([0.5, 0.4], dtype=torch.float64)
+    assert [pick(p, u) for u in (0.5, 0.55, 0.56, 0.99)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("probe", ["signs", "tokens"])
+def test_half_precision_rounds_the_cotangent_once(probe):
+    logits = logits_of(2.0, 200).to(torch.bfloat16)
+    for found, exact in zip(
+        cotangents(probe, logits, numbers(3)), cotangents(probe, logits.double(), numbers(3)), strict=True
+    ):
+        assert torch.equal(found, exact.to(torch.bfloat16))

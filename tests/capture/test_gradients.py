@@ -11,6 +11,7 @@ from kvtool.capture.generation import Feed
 from kvtool.capture.gradient_plan import GradientPlan
 from kvtool.capture.gradients import draw_gradients
 from kvtool.capture.hook import observed
+from kvtool.capture.kept_outputs import KeptOutputs
 from kvtool.capture.probe import probe
 from kvtool.capture.quiet import quiet
 from kvtool.capture.rotation_watch import RotaryState
@@ -94,13 +95,42 @@ def small(request):
     return (model.double() if request.param == "gpt2" else model), projections, shapes, geometries
 
 
+class Keeping:
+    """Observer of one forward over a whole text, which keeps what its attention gave."""
+
+    def __init__(self, plan, prompt_length, layers):
+        self.ran = {layer: KeptOutputs(plan.differentiated(prompt_length)) for layer in layers}
+
+    def wants(self, layer):
+        return layer in self.ran
+
+    def see(self, call):
+        self.ran[call.layer].push(call.output, 0)
+
+
+def outputs_of(model, plan, tokens, prompt_length, layers):
+    """By layer what the attention of an ordinary forward gives."""
+    keeping, state = Keeping(plan, prompt_length, layers), RotaryState(model)
+    with observed(model, keeping):
+        Feed(model).push(tokens)
+    state.restore()
+    return keeping.ran
+
+
+def drawn_of(model, plan, geometries):
+    """Gradients of TOKENS behind a prompt that was fed before."""
+    ran = outputs_of(model, plan, TOKENS, PROMPT, geometries)
+    return draw_gradients(model, primed(model)[0], plan, TOKENS, PROMPT, geometries, ran)
+
+
 def draw(small, plan):
     """Gradients of SMALL, from the cache that the plan's first evaluated step needs."""
     model, _, _, geometries = small
     feed = Feed(model)
     if plan.at == "continuation":
         feed.push(SMALL[:SMALL_PROMPT])
-    return draw_gradients(model, feed, plan, SMALL, SMALL_PROMPT, geometries, {})
+    ran = outputs_of(model, plan, SMALL, SMALL_PROMPT, geometries)
+    return draw_gradients(model, feed, plan, SMALL, SMALL_PROMPT, geometries, ran)
 
 
 def close(found, wanted, bound=2e-5):
@@ -241,9 +271,9 @@ def test_every_architecture_against_an_untouched_forward(tiny, name):
     """Windows have forgotten the prompt, MLA, shared caches, sinks, softcaps, norms: all of them differentiate."""
     model = tiny(name)
     probed = probe(model)
-    feed, state = primed(model)
+    state = RotaryState(model)
     geometries = {layer: entry.geometry for layer, entry in probed.items()}
-    drawn = draw_gradients(model, feed, GradientPlan(2), TOKENS, PROMPT, geometries, {})
+    drawn = drawn_of(model, GradientPlan(2), geometries)
     state.restore()
     shapes = {layer: (g.query_heads, g.value_dim) for layer, g in geometries.items()}
     projections = {layer: entry.projection for layer, entry in probed.items()}
@@ -275,7 +305,7 @@ def test_a_gate_behind_attention_is_differentiated_through(tiny):
     model = tiny("qwen3_next")
     geometries = {layer: entry.geometry for layer, entry in probe(model).items()}
     plan = GradientPlan(1, probe="tokens")
-    drawn = draw_gradients(model, primed(model)[0], plan, TOKENS, PROMPT, geometries, {})
+    drawn = drawn_of(model, plan, geometries)
     picks = torch.tensor(picked(primed(model)[0].logits(TOKENS[PROMPT:]), drawn.uniforms[0]))
     assert list(drawn.arrays) == [3]
     gradient = drawn.arrays[3][0].transpose(0, 1)  # [n, H, Dv]
@@ -296,9 +326,9 @@ def test_a_gate_behind_attention_is_differentiated_through(tiny):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_runs_have_gradients_in_their_own_dtype(tiny, dtype):
     geometries = {layer: entry.geometry for layer, entry in probe(tiny("gpt2")).items()}
-    exact = draw_gradients(tiny("gpt2"), primed(tiny("gpt2"))[0], GradientPlan(1), TOKENS, PROMPT, geometries, {})
+    exact = drawn_of(tiny("gpt2"), GradientPlan(1), geometries)
     model = tiny("gpt2", dtype)
-    drawn = draw_gradients(model, primed(model)[0], GradientPlan(1), TOKENS, PROMPT, geometries, {})
+    drawn = drawn_of(model, GradientPlan(1), geometries)
     assert drawn.arrays[0].dtype == dtype
     assert bool(torch.isfinite(drawn.arrays[0]).all())
     # The last step sees its own target only.
@@ -308,21 +338,104 @@ def test_half_precision_runs_have_gradients_in_their_own_dtype(tiny, dtype):
 def test_a_model_without_a_graph_is_refused(tiny, monkeypatch):
     model = tiny("llama")
     geometries = {layer: entry.geometry for layer, entry in probe(model).items()}
-    feed = primed(model)[0]
+    feed, ran = primed(model)[0], outputs_of(model, GradientPlan(1), TOKENS, PROMPT, geometries)
     forward = model.forward
     monkeypatch.setattr(model, "forward", torch.no_grad()(forward))
     with pytest.raises(KvtoolError, match="LlamaForCausalLM cannot be differentiated") as error:
-        draw_gradients(model, feed, GradientPlan(1), TOKENS, PROMPT, geometries, {})
+        draw_gradients(model, feed, GradientPlan(1), TOKENS, PROMPT, geometries, ran)
     assert error.value.code == "model-unsupported"
 
 
-def test_a_pass_that_disagrees_with_the_run_is_refused(tiny, record):
+class Off:
+    """Outputs as they were kept, but for one row."""
+
+    def __init__(self, kept, row):
+        self.kept, self.row = kept, row
+
+    def of(self, steps):
+        rows = self.kept.of(steps).clone()
+        if self.row in steps:
+            rows[self.row - steps.start] *= 1.5
+        return rows
+
+
+@pytest.mark.parametrize(
+    ("plan", "seen", "unseen"),
+    [
+        (GradientPlan(1), (PROMPT, 30, 38), (0, PROMPT - 1)),
+        (GradientPlan(1, block=3), (PROMPT, 29, 38), (PROMPT - 1,)),
+        (GradientPlan(1, at="prompt"), (0, 9, PROMPT - 1), (PROMPT, 38)),
+        (GradientPlan(1, at="all"), (0, PROMPT, 38), ()),
+        (GradientPlan(1, at="all", targets=(9, 11), block=4), (8, 9, 10), (7, 11, 38)),
+        (GradientPlan(1, targets=(25, 28)), (PROMPT, 25, 27), (28, 38)),
+    ],
+)
+def test_every_row_that_gradients_pass_through_is_held_against_the_run(tiny, plan, seen, unseen):
     model = tiny("llama")
     geometries = {layer: entry.geometry for layer, entry in probe(model).items()}
-    samples = record(model, [TOKENS[:PROMPT], *[[t] for t in TOKENS[PROMPT:]]]).samples
-    draw_gradients(model, primed(model)[0], GradientPlan(1), TOKENS, PROMPT, geometries, samples)
-    samples[1] = samples[1].clone()
-    samples[1][:, -1] *= 1.2
-    with pytest.raises(KvtoolError, match="those of layer 1 are off by 0") as error:
-        draw_gradients(model, primed(model)[0], GradientPlan(1), TOKENS, PROMPT, geometries, samples)
-    assert error.value.code == "model-unsupported"
+    start = plan.differentiated(PROMPT)[0]
+
+    def attempt(row):
+        ran = outputs_of(model, plan, TOKENS, PROMPT, geometries)
+        feed = primed(model)[0] if plan.at == "continuation" else Feed(model)
+        return draw_gradients(model, feed, plan, TOKENS, PROMPT, geometries, {**ran, 1: Off(ran[1], row)})
+
+    assert start <= min(seen)
+    for row in seen:
+        with pytest.raises(KvtoolError, match="those of layer 1 are off by 0") as error:
+            attempt(row)
+        assert error.value.code == "model-unsupported"
+    for row in unseen:
+        assert attempt(row).steps.numel()
+
+
+def test_nothing_to_hold_against_is_no_agreement(tiny):
+    model = tiny("llama")
+    geometries = {layer: entry.geometry for layer, entry in probe(model).items()}
+    plan = GradientPlan(1)
+    ran = outputs_of(model, plan, TOKENS, PROMPT, geometries)
+    nothing, short = KeptOutputs((PROMPT, None)), KeptOutputs((PROMPT, 30))
+    short.push(ran[1].of(range(PROMPT, 39)), PROMPT)
+    for bad in (nothing, short):
+        with pytest.raises(AssertionError, match="the outputs of steps 23:39 were not kept"):
+            draw_gradients(model, primed(model)[0], plan, TOKENS, PROMPT, geometries, {**ran, 1: bad})
+    with pytest.raises(KeyError):
+        draw_gradients(model, primed(model)[0], plan, TOKENS, PROMPT, geometries, {0: ran[0]})
+
+
+def test_outputs_are_kept_across_forwards_and_not_beyond_the_end():
+    everything = torch.arange(20.0)[:, None, None]
+    for first, stop in ((0, None), (3, None), (3, 11), (0, 1), (7, 8), (12, 20)):
+        kept = KeptOutputs((first, stop))
+        for low, high in ((0, 5), (5, 6), (6, 12), (12, 20)):
+            kept.push(everything[low:high], low)
+        end = stop or 20
+        assert kept.of(range(first, end)).flatten().tolist() == list(range(first, end))
+        assert kept.of(range(end - 1, end)).flatten().tolist() == [end - 1]
+        for steps in (range(first, end + 1), range(first - 1, end)):
+            with pytest.raises(AssertionError):
+                kept.of(steps)
+
+
+@pytest.mark.parametrize(
+    ("plan", "lengths"),
+    [
+        (GradientPlan(1, block=5, targets=(PROMPT, 28)), [5]),
+        (GradientPlan(1, at="all", targets=(3, PROMPT)), [PROMPT]),
+        (GradientPlan(1, at="all", block=20, targets=(20, 22)), [20, 3]),
+    ],
+)
+def test_nothing_runs_behind_the_last_target(tiny, monkeypatch, plan, lengths):
+    model = tiny("llama")
+    geometries = {layer: entry.geometry for layer, entry in probe(model).items()}
+    ran = outputs_of(model, plan, TOKENS, PROMPT, geometries)
+    feed = primed(model)[0] if plan.at == "continuation" else Feed(model)
+    seen, forward = [], model.forward
+
+    def counted(input_ids, **rest):
+        seen.append(input_ids.shape[1])
+        return forward(input_ids=input_ids, **rest)
+
+    monkeypatch.setattr(model, "forward", counted)
+    draw_gradients(model, feed, plan, TOKENS, PROMPT, geometries, ran)
+    assert seen == lengths

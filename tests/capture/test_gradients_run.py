@@ -72,7 +72,7 @@ def test_chunks_of_the_run_do_not_matter(folder, tmp_path, text_file):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next"])
-def test_generated_text_has_the_gradients_of_the_same_text_given(folder, tmp_path, name):
+def test_generated_text_has_the_gradients_of_the_same_text_given(folder, tmp_path, record, name):
     """A generation and teacher forcing on what it wrote draw the same: one text, one set of gradients."""
     from kvtool.capture.gradient_plan import GradientPlan
     from kvtool.capture.gradients import draw_gradients
@@ -98,7 +98,9 @@ def test_generated_text_has_the_gradients_of_the_same_text_given(folder, tmp_pat
     feed = Feed(model)
     feed.push(tokens[: sequence.prompt_length])
     geometries = {layer: entry.geometry for layer, entry in probe(model).items()}
-    drawn = draw_gradients(model, feed, GradientPlan(2, seed=3), tokens, sequence.prompt_length, geometries, {})
+    plan, prompt = GradientPlan(2, seed=3), sequence.prompt_length
+    ran = record(model, [tokens[:prompt], tokens[prompt:]], kept=plan.differentiated(prompt)).ran
+    drawn = draw_gradients(model, feed, plan, tokens, prompt, geometries, ran)
     assert sequence.gradients == drawn.how
     for layer, array in drawn.arrays.items():
         assert torch.equal(sequence.layer(layer).output_gradients, array)
@@ -142,11 +144,45 @@ def test_a_dynamic_rotation_is_not_run_in_one_block(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"gradients_at": "prompt", "chunk": 20},
+        {"gradients_at": "all", "chunk": 20},
+        {"gradients_at": "all", "gradient_targets": "0:10", "gradient_block": 10},
+        {"gradients_at": "prompt", "gradient_targets": "0:10", "gradient_block": 10},
+        {"gradients_at": "prompt", "gradient_block": 10},
+    ],
+)
+def test_a_dynamic_rotation_of_a_prompt_in_other_pieces_is_refused(folder, tmp_path, text_file, options):
+    """Frequencies follow the length of a forward: pieces of other lengths are another model."""
+    with pytest.raises(KvtoolError, match="when the evaluated steps run as blocks") as error:
+        forced(folder, tmp_path, text_file, "llama-dynamic", **options)
+    assert error.value.code == "model-unsupported"
+    assert not (tmp_path / "run.zarr").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradients_at": "prompt", "chunk": 20},
+        {"gradients_at": "all", "gradient_targets": "0:10", "gradient_block": 10, "queries": "last:4"},
+        {"gradients_at": "all", "chunk": 7, "gradient_block": 13, "model_dtype": "bfloat16"},
+    ],
+)
+def test_pieces_do_not_matter_to_a_rotation_of_positions(folder, tmp_path, text_file, options):
+    trace = forced(folder, tmp_path, text_file, "llama", **options)
+    assert trace.sequences[0].gradients.at == options["gradients_at"]
+    assert trace.sequences[0].gradient_steps.tolist() == list(range(60 if options["gradients_at"] == "prompt" else 73))
+
+
+@pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"gradients": None, "gradients_at": "all"}, "--gradients-at says how gradients are drawn, but none are"),
         ({"gradients": None, "gradient_block": 4}, "--gradient-block says how"),
         ({"gradients": None, "gradient_targets": "60:62"}, "--gradient-targets says how"),
+        ({"gradients": 65537}, "--gradients 65537 is more than 65536 draws"),
+        ({"gradients": 99999999999, "max_memory": "1GB"}, "--gradients 99999999999 is more than 65536 draws"),
         ({"gradients": 0}, "--gradients 0 is not at least 1"),
         ({"gradient_block": 0}, "--gradient-block 0 is not at least 1"),
         ({"gradients_at": "end"}, "--gradients-at end is not continuation, prompt or all"),

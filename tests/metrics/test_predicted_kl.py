@@ -220,6 +220,57 @@ def test_an_event_after_the_first_gradient_counts_its_own_steps_only() -> None:
     assert found["predicted_kl_w4"] == pytest.approx(math.fsum(loop(dots, 4, TOKENS - 45)) / DRAWS, rel=1e-11)
 
 
+def test_an_event_between_the_first_gradient_and_the_first_target_counts_every_target() -> None:
+    gradients = make_gradients(targets=(50, TOKENS), steps=TOKENS - 50)
+    found = PredictedKL().combine(partials_of([make_layer(0, gradients=gradients)], [evicting(0, 45)], event=45))
+    assert found["predicted_kl_steps"] == TOKENS - 50
+    later = PredictedKL().combine(partials_of([make_layer(0, gradients=gradients)], [evicting(0, 45)], event=52))
+    assert later["predicted_kl_steps"] == TOKENS - 52
+
+
+def without_queries(layer: Layer, *steps: int) -> Layer:
+    """The layer, its queries of these steps taken out."""
+    left = ~torch.isin(layer.query_steps, torch.tensor(steps))
+    queries = layer.queries[:, left]
+    return dataclasses.replace(
+        layer, query_steps=layer.query_steps[left], loaders={**layer.loaders, "queries": lambda: queries}
+    )
+
+
+def test_targets_count_from_the_first_step_with_gradient_and_query() -> None:
+    """A query before the gradients, and none at the targets: nothing was measured there."""
+    gradients = make_gradients(targets=(FIRST, FIRST + 5), steps=5)
+    gap = without_queries(make_layer(0, gradients=gradients), *range(FIRST, FIRST + 5))
+    found = PredictedKL().combine(partials_of([gap], [evicting(0, 35)], event=35))
+    assert {found["predicted_kl"], found["predicted_kl_steps"]} == {None}
+
+
+def test_layers_with_other_queries_are_added_step_by_step() -> None:
+    """Windows and steps are those of all layers together, whichever layer comes first."""
+    fewer = without_queries(make_layer(0), *range(FIRST, FIRST + 6), *range(TOKENS - 3, TOKENS))
+    layers, cells = [fewer, make_layer(1)], [evicting(0), evicting(1)]
+    dots = {
+        (draw, place, head, step): value
+        for (draw, place, head, step), value in dots_of([make_layer(0), make_layer(1)], cells, EVENT).items()
+        if place == 1 or FIRST + 6 <= step < TOKENS - 3
+    }
+    for order in (1, -1):
+        found = PredictedKL(windows=(4,)).combine(partials_of(layers[::order], cells[::order]))
+        assert found["predicted_kl_steps"] == TOKENS - FIRST
+        for window, column in ((1, "predicted_kl"), (4, "predicted_kl_w4"), (32, "predicted_kl_w32")):
+            expected = math.fsum(loop(dots, window, TOKENS - FIRST)) / DRAWS
+            assert found[column] == pytest.approx(expected, rel=1e-11), column
+
+
+@pytest.mark.parametrize("width", [TOKENS - FIRST, TOKENS - FIRST + 1, 10**12])
+def test_a_window_wider_than_everything_is_one_window(width: int) -> None:
+    whole = Whole.of(partials_of([make_layer(0)], [evicting(0)]))
+    assert whole is not None
+    expected = whole.dot.sum(1).square() / (2 * (TOKENS - FIRST))
+    torch.testing.assert_close(whole.per_draw(width), expected, rtol=1e-12, atol=0)
+    assert whole.windows(width) == 1
+
+
 def test_windows_start_at_the_first_step_with_a_gradient() -> None:
     """An event before it: the steps in between are evaluated by every other metric, and by this one left out."""
     layers, cells = [make_layer(0), make_layer(1)], [evicting(0, step=30), evicting(1, step=30)]
@@ -349,6 +400,55 @@ def test_a_gradient_that_is_no_number_is_an_error() -> None:
     with pytest.raises(KvtoolError) as caught:
         partials_of([layer], [evicting(0)])
     assert caught.value.code == "not-finite"
+
+
+@pytest.mark.parametrize("number", [1e38, -3e38])
+def test_gradients_whose_product_overflows_are_an_error_that_names_the_layer(number: float) -> None:
+    layers = [make_layer(n, dtype=torch.float32) for n in (0, 7)]
+    layers[1].output_gradients[3, 2] = number  # type: ignore[index]
+    with pytest.raises(KvtoolError, match=r"gradients of layer 7 times errors of attention .* float32") as caught:
+        partials_of(layers, [evicting(0), evicting(1)])
+    assert caught.value.code == "not-finite"
+    exact = [layer.with_dtype(torch.float64) for layer in layers]
+    exact[1].output_gradients[3, 2] = number  # type: ignore[index]
+    found = PredictedKL().combine(partials_of(exact, [evicting(0), evicting(1)]))
+    assert found["predicted_kl"] is not None
+    assert math.isfinite(found["predicted_kl"])
+
+
+def test_an_interval_ends_at_zero() -> None:
+    """Two draws of which one says nearly nothing: Student's t reaches far below 0."""
+    (partial,) = partials_of([make_layer(0)], [evicting(0)])
+    dot = partial["dot"][:2].clone()
+    dot[1] *= 1e-3
+    found = PredictedKL().combine([{**partial, "dot": dot}])
+    assert found["predicted_kl"] - 12.7 * found["predicted_kl_se"] < 0  # type: ignore[operator]
+    assert found["predicted_kl_low"] == 0.0
+    assert found["predicted_kl_high"] > found["predicted_kl"]  # type: ignore[operator]
+
+
+def test_a_mean_counts_only_sequences_that_have_a_prediction_and_the_fewest_draws() -> None:
+    (partial,) = partials_of([make_layer(0)], [evicting(0)])
+    many = PredictedKL().combine([partial])
+    few = PredictedKL().combine([{**partial, "dot": partial["dot"][:3]}])
+    nothing = dict.fromkeys(many)
+    mean = PredictedKL().average([many, nothing, few])
+    assert mean["predicted_kl_draws"] == 3
+    error = math.hypot(many["predicted_kl_se"], few["predicted_kl_se"]) / 2  # type: ignore[arg-type]
+    assert mean["predicted_kl_se"] == pytest.approx(error, rel=1e-14)
+    middle = (many["predicted_kl"] + few["predicted_kl"]) / 2  # type: ignore[operator]
+    assert mean["predicted_kl_high"] == pytest.approx(middle + two_sided(2) * error, rel=1e-12)
+
+
+def test_token_shares_of_a_late_event_leave_earlier_steps_alone() -> None:
+    layer, cell = make_layer(0), evicting(0, step=TOKENS - 2)
+    partials = partials_of([layer], [cell], event=TOKENS - 2)
+    whole = Whole.of(partials)
+    assert whole is not None
+    found = token_shares(layer, cell.evict_step, whole, TOKENS - 2)
+    by_group = PredictedKL().shares(partials)["predicted_kl_share"][0].view(KV_HEADS, -1).sum(1)
+    torch.testing.assert_close(found.sum(1), by_group, rtol=1e-10, atol=1e-14)
+    assert float(found.abs().max()) > 0
 
 
 def test_mean_over_sequences_adds_variances() -> None:

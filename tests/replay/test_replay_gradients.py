@@ -49,6 +49,8 @@ def write(
     blocks: tuple[int | None, int | None] = (None, None),
     without: tuple[int, ...] = (),
     targets: tuple[int, int] | None = None,
+    queries: tuple[int, ...] | None = None,
+    size: float = 1.0,
 ) -> Path:
     with TraceWriter(
         path,
@@ -64,17 +66,25 @@ def write(
                 if geometry.kv_source is None:
                     keys = torch.randn(KV_HEADS, count, KEY_DIM, generator=g)
                     sequence.append(number, keys=keys, values=torch.randn(KV_HEADS, count, VALUE_DIM, generator=g))
-                queries = torch.randn(HEADS, count, KEY_DIM, generator=g)
-                sequence.append(number, queries=queries, query_steps=torch.arange(count))
+                vectors = torch.randn(HEADS, count, KEY_DIM, generator=g)
+                asked = torch.arange(count) if queries is None else torch.tensor([q for q in queries if q < count])
+                sequence.append(number, queries=vectors[:, asked], query_steps=asked)
             low, high = targets or (first, count)
             shape = (DRAWS, HEADS, count - first, VALUE_DIM)
             sequence.finish(
                 tokens=torch.arange(count) + 100 * index,
                 positions=torch.arange(count),
-                gradients=Gradients(DRAWS, block or count - first, "continuation", (low, high), high - low, 0),
+                gradients=Gradients(
+                    DRAWS,
+                    block or count - first,
+                    "continuation" if first >= PROMPT else "all",
+                    (low, high),
+                    high - low,
+                    0,
+                ),
                 gradient_steps=torch.arange(first, count),
                 output_gradients={
-                    number: torch.randn(shape, generator=g) for number in geometries() if number not in without
+                    number: size * torch.randn(shape, generator=g) for number in geometries() if number not in without
                 },
             )
     return path
@@ -268,6 +278,21 @@ def test_what_is_left_out_is_said(written: dict[str, Any], options: dict[str, An
             {},
             "nothing was drawn at or after the event at step 30; what was drawn starts at step 20",
         ),
+        (
+            {"targets": (41, 45), "queries": tuple(range(46, 67))},
+            {},
+            "nothing was drawn at or after step 46, the first step with both a gradient and a query, after the event",
+        ),
+        (
+            {"first": 40, "targets": (41, 45), "queries": (33, 34, *range(45, 67))},
+            {},
+            "nothing was drawn at or after step 45, the first step with both a gradient and a query, after the event",
+        ),
+        (
+            {"first": 40, "queries": (31, 39)},
+            {},
+            "no step at or after the event at step 30 has both a gradient and a query",
+        ),
     ],
 )
 def test_null_has_a_reason(written: dict[str, Any], options: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -295,6 +320,35 @@ def test_blocks_are_named_only_where_they_cut_a_target_off(
     result = replay(path, ["knorm"], ratios=["0.5"], sinks=1, window=2, evict_at=at, sequences=[0])
     said = {cell["predicted_kl_partial"] for cell in result.entries("cells")}
     assert {"blocks" in (label or "") for label in said} == {cut}
+
+
+def test_steps_without_a_query_are_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.zarr", targets=(41, 45), queries=tuple(range(44, 67)))
+    result = replay(path, ["knorm"], ratios=["0.5"], sinks=1, window=2)
+    assert labels(result) == ["14 steps have a gradient but no query"] * 3
+    assert {c["predicted_kl_steps"] for c in result.entries("cells") if c["sequence"] is not None} == {1}
+
+
+def test_numbers_that_overflow_are_an_error_and_not_null(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.zarr", size=8e37)
+    with pytest.raises(KvtoolError, match=r"gradients of layer \d times errors of attention") as error:
+        replay(path, ["knorm"], ratios=["0.5"], sinks=1, window=2)
+    assert error.value.code == "not-finite"
+    double = replay(path, ["knorm"], ratios=["0.5"], sinks=1, window=2, precision="float64")
+    assert all(cell["predicted_kl"] is not None for cell in double.entries("cells"))
+
+
+def test_a_huge_window_is_the_whole_text(trace: Path) -> None:
+    options: dict[str, Any] = {"ratios": ["0.5"], "sinks": 1, "window": 2}
+    cells = replay(trace, ["knorm"], kl_windows=[10**12, 37], **options).entries("cells")
+    assert [c["predicted_kl_w1000000000000"] for c in cells] == [c["predicted_kl_w37"] for c in cells]
+
+
+def test_an_empty_table_of_shares_has_its_columns(trace: Path, result: Result, tmp_path: Path) -> None:
+    empty = replay(trace, ["knorm"], budgets=[60], sinks=1, window=2, token_shares=True, output=tmp_path / "r")
+    for found in (empty, Result.load(tmp_path / "r")):
+        assert found.tables["token_shares"].num_rows == 0
+        assert found.tables["token_shares"].schema.equals(result.tables["token_shares"].schema)
 
 
 def test_blocks_that_differ_are_not_averaged(tmp_path: Path) -> None:

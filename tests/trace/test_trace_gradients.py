@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtool.cli.main import run
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry, Gradients, Layer
 from kvtool.trace import TraceWriter, open_trace
 from kvtool.trace.array import write_array
 from kvtool.trace.commit import file_entry, seal
 from kvtool.trace.metadata import list_files
+from kvtool.trace.numbers import numbers_fault
 
 TOKENS, DRAWS, HEADS, DIM = 9, 3, 4, 5
 DRAWN = Gradients(draws=DRAWS, block=4, at="continuation", targets=(5, 8), steps=3, seed=7, probe="signs")
@@ -32,7 +35,7 @@ def write(path: Path, arrays: dict[int, Tensor], *, dtype: torch.dtype = torch.f
             sequence.append(layer, keys=torch.ones(2, TOKENS, 6), values=torch.ones(2, TOKENS, DIM))
             sequence.append(layer, queries=torch.ones(HEADS, TOKENS, 6), query_steps=torch.arange(TOKENS))
         given = {"gradients": DRAWN, "gradient_steps": torch.arange(5, TOKENS), "output_gradients": arrays, **options}
-        sequence.finish(tokens=torch.arange(TOKENS), positions=torch.arange(TOKENS), **given)
+        sequence.finish(**{"tokens": torch.arange(TOKENS), "positions": torch.arange(TOKENS), **given})
     return path
 
 
@@ -87,11 +90,21 @@ def test_a_trace_without_gradients_says_none(make_trace: Callable[..., Path]) ->
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"gradient_steps": torch.tensor([5, 6, 6, 8])}, "do not ascend within 0 to 8"),
-        ({"gradient_steps": torch.tensor([6, 7, 8, 9])}, "do not ascend within 0 to 8"),
+        ({"gradient_steps": torch.tensor([5, 6, 6, 8])}, "not consecutive within 5:9"),
+        ({"gradient_steps": torch.tensor([6, 7, 8, 9])}, "not consecutive within 5:9"),
+        ({"gradient_steps": torch.tensor([4, 5, 6, 7])}, "not consecutive within 5:9"),
+        ({"gradient_steps": torch.tensor([5, 6, 7, 9])}, "not consecutive within 5:9"),
         ({"gradient_steps": torch.tensor([6, 7, 8])}, r"\[3, 4, 4, 5\]"),
         ({"gradients": None}, "come together or not at all"),
         ({"output_gradients": {4: torch.zeros(DRAWS + 1, HEADS, 4, DIM)}}, r"\[4, 4, 4, 5\]"),
+        ({"gradients": replace(DRAWN, steps=2)}, "steps 2, but the targets 5:8"),
+        ({"gradients": replace(DRAWN, block=5)}, "4 steps, which are no blocks of 5"),
+        ({"gradients": replace(DRAWN, at="prompt")}, "targets 5:8 outside 0:5, the steps at prompt"),
+        ({"gradients": replace(DRAWN, targets=(4, 7))}, "targets 4:7 outside 5:9, the steps at continuation"),
+        (
+            {"gradients": replace(DRAWN, at="all", targets=(4, 7)), "gradient_steps": torch.arange(5, 9)},
+            "gradients of the steps 5:9, but the targets 4:7",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
@@ -128,13 +141,20 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     [
         ("draws", 2),
         ("draws", 1 << 60),
+        ("draws", 65537),
         ("block", 0),
+        ("block", 5),
         ("at", "somewhere"),
         ("targets", [5, 10]),
         ("targets", [6, 6]),
         ("targets", [True, 8]),
         ("targets", "5:8"),
+        ("targets", [4, 7]),
+        ("targets", [5, 7]),
+        ("at", "prompt"),
         ("steps", 0),
+        ("steps", 2),
+        ("steps", 9),
         ("seed", -1),
         ("probe", "words"),
         ("more", 1),
@@ -147,6 +167,92 @@ def test_attributes_that_lie(tmp_path: Path, name: str, value: Any) -> None:
         open_trace(path)
     assert error.value.code == "trace-unsafe"
     assert re.search(name, error.value.message)
+
+
+def _overwrite(path: Path, name: str, array: Tensor) -> Path:
+    shutil.rmtree(path / name)
+    write_array(path, name, array)
+    reseal(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ([8, 7, 6, 5], "layer 4 of sequence 0 has gradient steps that are not consecutive within 5:9"),
+        ([5, 6, 6, 7], "layer 4 of sequence 0 has gradient steps that are not consecutive"),
+        ([4, 5, 6, 7], "layer 4 of sequence 0 has gradient steps that are not consecutive"),
+        ([6, 7, 8, 9], "layer 4 of sequence 0 has gradient steps that are not consecutive"),
+    ],
+)
+def test_steps_that_lie(tmp_path: Path, steps: list[int], sentence: str) -> None:
+    """Whichever layer is read: what one layer says of the steps is believed of all."""
+    path = write(tmp_path / "a.zarr", drawn())
+    trace = open_trace(_overwrite(path, "sequences/0000/layers/04/gradient_steps", torch.tensor(steps)))
+    for layer in (3, 4):
+        with pytest.raises(KvtoolError, match=sentence) as error:
+            trace.sequences[0].layer(layer)
+        assert error.value.code == "trace-unsafe"
+
+
+def test_layers_whose_steps_differ(tmp_path: Path) -> None:
+    """Either range would do alone."""
+    how = replace(DRAWN, at="all", targets=(5, 7), steps=2)
+    path = write(tmp_path / "a.zarr", drawn(), gradients=how)
+    trace = open_trace(_overwrite(path, "sequences/0000/layers/04/gradient_steps", torch.arange(4, 8)))
+    with pytest.raises(KvtoolError, match="layer 4 of sequence 0 has gradient steps that differ") as error:
+        trace.sequences[0].layer(3)
+    assert error.value.code == "trace-unsafe"
+
+
+def test_targets_without_a_gradient(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.zarr", drawn(), gradients=replace(DRAWN, at="all"))
+    _edit(path, lambda attributes: attributes["gradients"].update(targets=[4, 7]))
+    with pytest.raises(KvtoolError, match=r"layer 3 .* gradients of the steps 5:9, but the targets 4:7") as error:
+        open_trace(path).sequences[0].layer(4)
+    assert error.value.code == "trace-unsafe"
+
+
+def test_an_attribute_without_arrays(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.zarr", {4: drawn()[4]})
+    for name in ("gradient_steps", "output_gradients"):
+        shutil.rmtree(path / f"sequences/0000/layers/04/{name}")
+    reseal(path)
+    with pytest.raises(KvtoolError, match="sequence 0 says how gradients were drawn, but no layer has any") as error:
+        open_trace(path)
+    assert error.value.code == "trace-unsafe"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("name", ["output_gradients", "values"])
+def test_verify_finds_numbers_that_are_none(
+    tmp_path: Path, number: float, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, where = write(tmp_path / "a.zarr", drawn()), f"sequences/0000/layers/04/{name}"
+    assert numbers_fault(open_trace(path)) is None
+    array = open_trace(path).sequences[0].array(name, 4)
+    array.view(-1)[-1] = number
+    fault = numbers_fault(open_trace(_overwrite(path, where, array)))
+    assert fault is not None
+    assert (fault.code, fault.message) == ("not-finite", f"{name} of sequence 0, layer 4 hold NaN or infinity")
+    assert run(["inspect", str(path), "--verify"]) == 2
+    assert f"{name} of sequence 0, layer 4 hold NaN" in " ".join(capsys.readouterr().err.split())
+
+
+def test_negative_tokens_are_refused_by_writer_and_reader(tmp_path: Path) -> None:
+    with pytest.raises(KvtoolError, match="sequence 0 has the token -1") as error:
+        write(tmp_path / "b.zarr", drawn(), tokens=torch.arange(TOKENS) - 1)
+    assert error.value.code == "shape"
+    path = write(tmp_path / "a.zarr", drawn())
+    tokens = torch.tensor([0, 1, 2, 3, -7, 5, 6, 7, -1], dtype=torch.int32)
+    trace = open_trace(_overwrite(path, "sequences/0000/tokens", tokens))
+    with pytest.raises(KvtoolError, match="sequence 0 has the token -7 in row 4") as error:
+        _ = trace.sequences[0].tokens
+    assert error.value.code == "trace-unsafe"
+    fault = numbers_fault(trace)
+    assert fault is not None
+    assert fault.code == "trace-unsafe"
+    assert run(["inspect", str(path), "--verify"]) == 2
 
 
 @pytest.mark.parametrize("missing", [None, "probe"])
