@@ -1,0 +1,150 @@
+"""Selectors: sets of tokens chosen together, as scores that a cut at the budget turns into that set."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtool.errors import KvtoolError
+from kvtool.kernels.leverage import positive_factor
+from kvtool.policies.capacity_pool import Pool
+from kvtool.policies.group import reduce_group
+from kvtool.policies.parameters import Reducer
+
+MOST_SUBSETS = 2_000_000
+CHUNK_BYTES = 64 << 20
+
+
+def two_pass(
+    pool: Pool, scores: Tensor, protected: Tensor, budget: int, weight_eps: float, reducer: Reducer
+) -> tuple[Tensor, Tensor]:
+    """Keep the best 2·budget, score them once more among themselves. The weights stay those of the whole pool.
+
+    Args:
+        scores: [N], one-shot.
+        protected: [N] bool, kept in the first pass whatever their score.
+
+    Returns:
+        [N], -inf for what the first pass dropped; and the jitter [g] of the second.
+
+    Raises:
+        LeverageError: where the second matrix cannot be factored.
+    """
+    count = len(scores)
+    if 2 * budget >= count:
+        return scores, torch.zeros(len(pool.weights), dtype=torch.float64)
+    newest_first = torch.arange(count - 1, -1, -1)
+    order = newest_first[scores[newest_first].argsort(descending=True, stable=True)]
+    order = order[protected[order].to(torch.int8).argsort(descending=True, stable=True)]
+    inside = order[: 2 * budget].sort().values
+    again = pool.only(inside).leverage(weight_eps)
+    refined = torch.full_like(scores, -torch.inf)
+    refined[inside] = reduce_group(again.scores, 1, reducer)[0].to(scores.dtype)
+    return refined, again.jitter
+
+
+def greedy(pool: Pool, protected: Tensor, budget: int, reducer: Reducer) -> tuple[Tensor, Tensor]:
+    """Grow the set token by token, each time by the largest gain of 1/2 logdet(I + sum of w u u^T / ridge).
+
+    Protected tokens are in the set from the beginning. One factorisation for them; after that the inverse
+    and the leverage of every token follow by rank-one updates (Sherman-Morrison), O(g·(r^2 + N·r)) a pick.
+    Of equal gains the newest token wins.
+
+    Returns:
+        [N] gains in nats when picked, never increasing, below them what the others would still add;
+        +inf for the protected. And the jitter [g] of the first factorisation.
+
+    Raises:
+        ValueError: where the first matrix cannot be factored.
+    """
+    x = _whitened(pool)  # [g, N, r]
+    inverse, jitter = [], []
+    for own in x:
+        factor, needed = positive_factor(_gram(own[protected]))
+        inverse.append(torch.cholesky_inverse(factor))
+        jitter.append(needed)
+    m = torch.stack(inverse)  # [g, r, r]
+    leverage = ((x @ m) * x).sum(2)  # [g, N]
+    scores = torch.full((x.shape[1],), torch.inf, dtype=torch.float64)
+    taken, last = protected.clone(), math.inf
+    for _ in range(budget - int(protected.sum())):
+        gains = reduce_group(0.5 * leverage.clamp_min(0).log1p(), 1, reducer)[0].masked_fill(taken, -torch.inf)
+        pick = len(gains) - 1 - int(gains.flip(0).argmax())  # the newest of equals
+        last = min(last, float(gains[pick]))  # rounding must not let gains rise
+        scores[pick], taken[pick] = last, True
+        y = (m @ x[:, pick, :, None])[..., 0]  # [g, r]
+        below = 1 + leverage[:, pick].clamp_min(0)  # [g]
+        m -= y[:, :, None] * (y / below[:, None])[:, None, :]
+        leverage -= (x @ y[:, :, None])[..., 0].square() / below[:, None]
+    gains = reduce_group(0.5 * leverage.clamp_min(0).log1p(), 1, reducer)[0]
+    scores[~taken] = gains[~taken].clamp_max(float(np.nextafter(last, -math.inf)))
+    return scores, torch.tensor(jitter, dtype=torch.float64)
+
+
+def exhaustive(pool: Pool, protected: Tensor, budget: int) -> Tensor:
+    """[N], 1 for the set of `budget` tokens, the protected included, of the largest capacity summed over the group.
+
+    Raises:
+        KvtoolError: code `usage` above MOST_SUBSETS subsets.
+        ValueError: where the protected tokens' matrix cannot be factored.
+    """
+    free = (~protected).nonzero()[:, 0].flip(0)  # newest first: of equal sets the newest comes first
+    size = budget - int(protected.sum())
+    subsets = math.comb(len(free), size)
+    if subsets > MOST_SUBSETS:
+        raise KvtoolError(
+            "usage",
+            f"selector=exhaustive would try {subsets:,} sets of {size} of {len(free)} tokens; "
+            f"it stops at {MOST_SUBSETS:,}",
+            "keep or protect more, use a shorter sequence, or choose selector=greedy",
+        )
+    grams = []
+    for own in _whitened(pool):
+        factor, _ = positive_factor(_gram(own[protected]))
+        left = torch.linalg.solve_triangular(factor, own[free].T, upper=False)  # [r, n]
+        grams.append(left.T @ left)
+    best, chosen = -math.inf, free[:0]
+    for sets in _subsets(len(free), size, max(1, CHUNK_BYTES // (8 * max(1, size) ** 2))):
+        capacity = torch.zeros(len(sets), dtype=torch.float64)
+        for gram in grams:
+            capacity += 0.5 * _logdet(gram[sets[:, :, None], sets[:, None, :]])
+        top = int(capacity.argmax())
+        if float(capacity[top]) > best:
+            best, chosen = float(capacity[top]), free[sets[top]]
+    scores = protected.to(torch.float64)
+    scores[chosen] = 1.0
+    return scores
+
+
+def _whitened(pool: Pool) -> Tensor:
+    """[g, N, r] float64: directions times the root of weight over ridge."""
+    return pool.absorbed() * (pool.weights / pool.ridge[:, None]).sqrt()[..., None]
+
+
+def _gram(x: Tensor) -> Tensor:
+    """I + sum of x x^T, of x [n, r]."""
+    return torch.eye(x.shape[1], dtype=torch.float64) + x.T @ x
+
+
+def _logdet(gram: Tensor) -> Tensor:
+    """[c], logdet(I + gram) of `gram` [c, b, b]."""
+    matrix = gram + torch.eye(gram.shape[1], dtype=torch.float64)
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    found = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
+    if bool(failed.any()):
+        found[failed > 0] = torch.linalg.slogdet(matrix[failed > 0]).logabsdet
+    return found
+
+
+def _subsets(count: int, size: int, chunk: int):  # type: ignore[no-untyped-def]
+    """Chunks [c, size] of all subsets of range(count), in lexicographic order."""
+    every = itertools.combinations(range(count), size)
+    while True:
+        some = list(itertools.islice(every, chunk))
+        if not some:
+            return
+        yield torch.from_numpy(np.array(some, dtype=np.int64).reshape(len(some), size))
