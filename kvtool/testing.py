@@ -145,7 +145,8 @@ def _check_exact_counts(policy: Policy, layer: Layer, step: int, scores: Tensor)
         if refined is not None:
             _check_scores(refined, layer, step)
             again = _refined(policy, layer, step, [budget] * heads, shield)
-            assert again is not None and torch.equal(refined, again), "refines otherwise when it is asked again"
+            assert again is not None, "refuses when it is asked again"
+            assert torch.equal(refined, again), "refines otherwise when it is asked again"
         if policy.nested and refined is not None:
             assert torch.equal(refined, scores), "refines its scores by the budget: declare nested = False"
         chosen = select(

@@ -64,9 +64,9 @@ def positive_factor(matrix: Tensor) -> tuple[Tensor, float]:
     """
     if not bool(torch.isfinite(matrix).all()):
         raise ValueError("is not finite")
-    size = matrix.diagonal().mean().abs()
+    size, unit = float(matrix.diagonal().mean().abs()), torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     for jitter in JITTERS:
-        factor, failed = torch.linalg.cholesky_ex(matrix + torch.diag(matrix.new_full((len(matrix),), jitter * size)))
+        factor, failed = torch.linalg.cholesky_ex(matrix if jitter == 0 else matrix + jitter * size * unit)
         if not bool(failed):
             return factor, jitter
     raise ValueError("is not positive definite")

@@ -200,7 +200,7 @@ class Capacity(Policy):
             if self.blend < 1 and self.floor == "leave_one_out":
                 floor = leave_one_out(view)
             elif self.blend < 1:
-                known = state if state is not None else self.observe(self.start(view.geometry), view.past())
+                known = extend_history(no_history(view.geometry), view.past()) if state is None else state
                 floor = history_of_candidates(known, view)
             view.memo[self] = weights_of(self, view, floor)
         found: Weights = view.memo[self]

@@ -27,7 +27,8 @@ def direction_map(view: View, kind: DirectionKind, head: int, fisher_steps: int)
         return None
     if kind == "outputs":
         weight = view.output_projection[head].to(torch.float64)  # [Dv, M]
-        return torch.linalg.qr(weight.T, mode="r").R
+        triangle: Tensor = torch.linalg.qr(weight.T, mode="r").R
+        return triangle
     gradients = view.gradients(fisher_steps)[:, head].to(torch.float64).flatten(0, 1)  # [S·n, Dv]
     return symmetric_root(gradients.T @ gradients / len(gradients))
 
@@ -35,7 +36,8 @@ def direction_map(view: View, kind: DirectionKind, head: int, fisher_steps: int)
 def symmetric_root(matrix: Tensor) -> Tensor:
     """The symmetric square root of a positive semi-definite `matrix` [n, n]."""
     values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    root: Tensor = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    return root
 
 
 def directions(values: Tensor, mapping: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -134,13 +135,13 @@ def _logdet(gram: Tensor) -> Tensor:
     """[c], logdet(I + gram) of `gram` [c, b, b]."""
     matrix = gram + torch.eye(gram.shape[1], dtype=torch.float64)
     factor, failed = torch.linalg.cholesky_ex(matrix)
-    found = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
+    found: Tensor = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
     if bool(failed.any()):
         found[failed > 0] = torch.linalg.slogdet(matrix[failed > 0]).logabsdet
     return found
 
 
-def _subsets(count: int, size: int, chunk: int):  # type: ignore[no-untyped-def]
+def _subsets(count: int, size: int, chunk: int) -> Iterator[Tensor]:
     """Chunks [c, size] of all subsets of range(count), in lexicographic order."""
     every = itertools.combinations(range(count), size)
     while True:
