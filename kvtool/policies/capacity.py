@@ -169,7 +169,7 @@ class Capacity(Policy):
                 elif self.selector == "greedy":
                     refined[head], jitter = greedy(pool, protected, budget, self.group)
                 else:
-                    refined[head] = exhaustive(pool, protected, budget)
+                    refined[head], jitter = exhaustive(pool, protected, budget)
             except ValueError:  # no factor: the one-shot set stays, and the fallback column says so
                 found.fallback[heads] = 1.0
             torch.maximum(found.jitter[heads], jitter.expand(group), out=found.jitter[heads])

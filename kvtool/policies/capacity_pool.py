@@ -120,8 +120,7 @@ class Pool:
 
     def leverage(self, weight_eps: float) -> Leverage:
         """Raises LeverageError where A cannot be factored."""
-        extra = None if self.loose is None else self.loose[:, :, None] * self.loose[:, None, :]
-        return leverage_scores(self.directions, self.weights, self.ridge, weight_eps, extra)
+        return leverage_scores(self.directions, self.weights, self.ridge, weight_eps, self.loose)
 
     def norms(self) -> Tensor:
         """[g, N] float64, the scores without leverage: w |u|^2 / ridge."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
-from kvtool.kernels.leverage import positive_factor
+from kvtool.kernels.leverage import factor_of
 from kvtool.policies.capacity_pool import Pool
 from kvtool.policies.group import reduce_group
 from kvtool.policies.parameters import Reducer
@@ -51,43 +51,40 @@ def two_pass(
 def greedy(pool: Pool, protected: Tensor, budget: int, reducer: Reducer) -> tuple[Tensor, Tensor]:
     """Grow the set token by token, each time by the largest gain of 1/2 logdet(I + sum of w u u^T / ridge).
 
-    Protected tokens are in the set from the beginning. One factorisation for them; after that the inverse
-    and the leverage of every token follow by rank-one updates (Sherman-Morrison), O(g·(r^2 + N·r)) a pick.
-    Of equal gains the newest token wins.
+    Protected tokens are in the set from the beginning. One factorisation for them; after that every
+    pick j whitens all tokens by the rank-one (I + x_j x_j^T)^(-1/2), so that |x_i|^2 is always the
+    leverage of token i against the set so far and never a difference of large numbers. O(g·N·r) a
+    pick. Of equal gains the newest token wins.
 
     Returns:
         [N] gains in nats when picked, never increasing, below them what the others would still add;
-        +inf for the protected. And the jitter [g] of the first factorisation.
+        +inf for the protected. And the jitter [g] of the factorisation.
 
     Raises:
-        ValueError: where the first matrix cannot be factored.
+        ValueError: where the protected tokens' matrix cannot be factored.
     """
-    x = _whitened(pool)  # [g, N, r]
-    inverse, jitter = [], []
-    for own in x:
-        factor, needed = positive_factor(_gram(own[protected]))
-        inverse.append(torch.cholesky_inverse(factor))
-        jitter.append(needed)
-    m = torch.stack(inverse)  # [g, r, r]
-    leverage = ((x @ m) * x).sum(2)  # [g, N]
+    x, jitter = _against(pool, protected)  # [g, N, r]
     scores = torch.full((x.shape[1],), torch.inf, dtype=torch.float64)
     taken, last = protected.clone(), math.inf
     for _ in range(budget - int(protected.sum())):
-        gains = reduce_group(0.5 * leverage.clamp_min(0).log1p(), 1, reducer)[0].masked_fill(taken, -torch.inf)
+        leverage = x.square().sum(2)  # [g, N]
+        gains = reduce_group(0.5 * leverage.log1p(), 1, reducer)[0].masked_fill(taken, -torch.inf)
         pick = len(gains) - 1 - int(gains.flip(0).argmax())  # the newest of equals
         last = min(last, float(gains[pick]))  # rounding must not let gains rise
         scores[pick], taken[pick] = last, True
-        y = (m @ x[:, pick, :, None])[..., 0]  # [g, r]
-        below = 1 + leverage[:, pick].clamp_min(0)  # [g]
-        m -= y[:, :, None] * (y / below[:, None])[:, None, :]
-        leverage -= (x @ y[:, :, None])[..., 0].square() / below[:, None]
-    gains = reduce_group(0.5 * leverage.clamp_min(0).log1p(), 1, reducer)[0]
+        own, length = x[:, pick].clone(), leverage[:, pick, None]  # [g, r], [g, 1]
+        shrink = ((1 + length).rsqrt() - 1) / length.clamp_min(torch.finfo(torch.float64).tiny)
+        x.baddbmm_(x @ own[:, :, None], (shrink * own)[:, None, :])
+    gains = reduce_group(0.5 * x.square().sum(2).log1p(), 1, reducer)[0]
     scores[~taken] = gains[~taken].clamp_max(float(np.nextafter(last, -math.inf)))
-    return scores, torch.tensor(jitter, dtype=torch.float64)
+    return scores, jitter
 
 
-def exhaustive(pool: Pool, protected: Tensor, budget: int) -> Tensor:
-    """[N], 1 for the set of `budget` tokens, the protected included, of the largest capacity summed over the group.
+def exhaustive(pool: Pool, protected: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    """The set of `budget` tokens, the protected included, of the largest capacity summed over the group.
+
+    Returns:
+        [N], 1 for the set and 0 for the others; and the jitter [g].
 
     Raises:
         KvtoolError: code `usage` above MOST_SUBSETS subsets.
@@ -103,11 +100,8 @@ def exhaustive(pool: Pool, protected: Tensor, budget: int) -> Tensor:
             f"it stops at {MOST_SUBSETS:,}",
             "keep or protect more, use a shorter sequence, or choose selector=greedy",
         )
-    grams = []
-    for own in _whitened(pool):
-        factor, _ = positive_factor(_gram(own[protected]))
-        left = torch.linalg.solve_triangular(factor, own[free].T, upper=False)  # [r, n]
-        grams.append(left.T @ left)
+    x, jitter = _against(pool, protected)
+    grams = x[:, free] @ x[:, free].transpose(1, 2)  # [g, n, n]
     best, chosen = -math.inf, free[:0]
     for sets in _subsets(len(free), size, max(1, CHUNK_BYTES // (8 * max(1, size) ** 2))):
         capacity = torch.zeros(len(sets), dtype=torch.float64)
@@ -118,17 +112,20 @@ def exhaustive(pool: Pool, protected: Tensor, budget: int) -> Tensor:
             best, chosen = float(capacity[top]), free[sets[top]]
     scores = protected.to(torch.float64)
     scores[chosen] = 1.0
-    return scores
+    return scores, jitter
 
 
-def _whitened(pool: Pool) -> Tensor:
-    """[g, N, r] float64: directions times the root of weight over ridge."""
-    return pool.absorbed() * (pool.weights / pool.ridge[:, None]).sqrt()[..., None]
-
-
-def _gram(x: Tensor) -> Tensor:
-    """I + sum of x x^T, of x [n, r]."""
-    return torch.eye(x.shape[1], dtype=torch.float64) + x.T @ x
+def _against(pool: Pool, held: Tensor) -> tuple[Tensor, Tensor]:
+    """Directions times the root of weight over ridge, [g, N, r] float64, whitened by I + the sum over the `held`
+    tokens, and the jitter [g] that took."""
+    x = pool.absorbed() * (pool.weights / pool.ridge[:, None]).sqrt()[..., None]
+    jitter = torch.zeros(len(x), dtype=torch.float64)
+    if bool(held.any()):
+        for index, own in enumerate(x):
+            members = own[held]
+            factor, jitter[index] = factor_of(members, torch.ones(len(members), dtype=torch.float64), 1.0)
+            x[index] = torch.linalg.solve_triangular(factor, own.T, upper=False).T
+    return x, jitter
 
 
 def _logdet(gram: Tensor) -> Tensor:
