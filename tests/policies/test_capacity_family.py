@@ -381,3 +381,17 @@ def test_a_relative_ridge_does_not_see_the_scale_of_the_weights():
         )
         assert float((relative[0] / relative[1] - 1).abs().max()) < 1e-9
         assert float((fixed[0] / fixed[1] - 1).abs().max()) > 0.5
+
+
+def test_every_policy_tells_the_queries_it_expects(layer):
+    """Diagonal where the policy reads no more; none where a policy expects nothing in particular."""
+    view = View.at(layer, STEP)
+    found = {t: policy(t).query_statistics(view) for t in ("capacity", "capacity:response=full", "capkv", "knorm")}
+    assert found["knorm"] is None
+    assert policy("knorm").objective(view) is None
+    full = found["capacity:response=full"]
+    assert torch.equal(found["capkv"].covariance, full.covariance)
+    assert torch.equal(found["capacity"].covariance, torch.diag_embed(full.variance))
+    expected = policy("expected-attention").query_statistics(view)
+    assert torch.equal(expected.mean, full.mean)
+    assert torch.equal(expected.covariance, full.covariance)

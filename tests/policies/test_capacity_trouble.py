@@ -218,13 +218,18 @@ def test_weights_beyond_double_precision_need_jitter_and_say_so():
     assert bool(((told["jitter"] > 0) | (told["fallback"] > 0)).any())
 
 
-def test_without_leverage_the_fallback_is_the_weighted_norm():
-    layer = example_layer(40, dtype=torch.float64)
-    layer.values[:] *= 1e160  # squares overflow, weights do not
-    chosen = policy("capacity:fallback=no_leverage")
-    view = View.at(layer, 32)
-    assert bool(chosen.score(None, view).isfinite().all())
-    assert set(chosen.diagnose(None, view)["fallback"].tolist()) == {2.0}
+@pytest.mark.parametrize(("size", "code"), [(4.4e153, 1.0), (1e160, 2.0)])
+def test_without_leverage_the_fallback_is_the_weighted_norm_while_that_is_finite(size, code):
+    """Squares of 4.4e153 are finite, the sum of 32 of them is not; squares of 1e160 are not either."""
+    layer = example_layer(40, dtype=torch.float64, query_heads=2)
+    layer.values[:] = size
+    text = "capacity:relevance=ones,sensitivity=none,response=none,fallback="
+    chosen, view = policy(f"{text}no_leverage"), View.at(layer, 32)
+    scores = chosen.score(None, view)
+    assert chosen.diagnose(None, view)["fallback"].tolist() == [code] * 2
+    norms = -layer.keys[:, :32].norm(dim=-1)
+    assert torch.allclose(scores, torch.full_like(scores, 6 * size**2) if code == 1.0 else norms, rtol=1e-12)
+    assert torch.allclose(scores_at(policy(f"{text}knorm"), layer, 32), norms, rtol=1e-12)
 
 
 SHAPES = {
