@@ -52,9 +52,7 @@ def scores_of(label: str, policy: Policy, layer: Layer, view: View) -> tuple[Ten
     """
     geometry = layer.geometry
     with blaming(label, layer, view):
-        rows = torch.arange(view.step).expand(geometry.kv_heads, -1)
-        past = View(layer, view.step, rows, 0, torch.full_like(rows, layer.tokens), view.steps_ahead)
-        state = policy.observe(policy.start(geometry), past)
+        state = policy.observe(policy.start(geometry), view.past())
         scores = policy.score(state, view)
         diagnostics = policy.diagnose(state, view)
     _check_scores(label, scores, layer, view)
