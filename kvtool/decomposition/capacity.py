@@ -27,7 +27,8 @@ def short_rows(rows: Tensor) -> Tensor:
     """[..., n, min(n, d)], rows of the same inner products as `rows` [..., n, d], without squaring them."""
     if rows.shape[-1] <= rows.shape[-2]:
         return rows
-    return torch.linalg.qr(rows.transpose(-1, -2), mode="r").R.transpose(-1, -2)
+    factor: Tensor = torch.linalg.qr(rows.transpose(-1, -2), mode="r").R
+    return factor.transpose(-1, -2)
 
 
 def nats(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,7 +198,8 @@ def _whitened(factor: Tensor, spread: Tensor, a: Tensor, room: Tensor) -> Tensor
         pulled.addcmul_(product[k], a[k])
     found.addcmul_(mean[:, None], pulled[None], value=-1)
     found.diagonal(dim1=0, dim2=1).add_(1.0)
-    return found
+    whitened: Tensor = found
+    return whitened
 
 
 def _cholesky(matrices: Tensor) -> None:

@@ -9,6 +9,7 @@ no objective, and the capacities of the tangent where a noise is not above 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -150,7 +151,7 @@ def _damage_columns(sets: dict[str, Tensor], found: Damages) -> dict[str, float 
         name: found.best.settle(float(v), float(n), "damage") for name, v, n in zip(sets, value, noise, strict=True)
     }
     columns: dict[str, float | None] = {f"damage_{rung}": cost.get(rung) for rung in RUNGS}
-    for step, (here, below) in zip(STEPS, zip(RUNGS, RUNGS[1:], strict=False), strict=True):
+    for step, (here, below) in zip(STEPS, itertools.pairwise(RUNGS), strict=True):
         columns[f"ladder_{step}"] = cost[here] - cost[below] if here in cost and below in cost else None
     columns["ladder_total"] = cost["one"] - cost["best"]
     for column, name in (

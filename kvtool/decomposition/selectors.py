@@ -79,6 +79,7 @@ def leverage(objective: Objective) -> Score:
         gram = rows @ rows.transpose(1, 2)
         # X (I + X^T X)^-1 X^T = I - (I + X X^T)^-1, whose diagonal is wanted without cancelling
         inner = torch.eye(len(inside), dtype=torch.float64) + gram
-        return torch.linalg.solve(inner, gram).diagonal(dim1=1, dim2=2).mean(0)
+        scores: Tensor = torch.linalg.solve(inner, gram).diagonal(dim1=1, dim2=2).mean(0)
+        return scores
 
     return score
