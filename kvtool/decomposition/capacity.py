@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtool.decomposition.damage import capped_logits, shares
+from kvtool.decomposition.damage import TINY, capped_logits, shares
 from kvtool.decomposition.search import EPS, members, subsets
 from kvtool.decomposition.subpools import SubPool
 from kvtool.policies.objective import Objective
@@ -153,7 +153,7 @@ class Tangents:
         heads, tokens, _ = self.keys.shape
         kappa = self.keys @ self.keys.transpose(1, 2)  # [G, n, n]
         gram = self.values @ self.values.T
-        jitter = 4 * keep**2 * EPS * float(gram.diagonal().max())
+        jitter = 4 * keep**2 * EPS * float(gram.diagonal().max()) + TINY
         gram.diagonal().add_(jitter)
         size = float(gram.diagonal().sum()) * kappa.diagonal(dim1=1, dim2=2).amax(1)  # [G]
         slack = EPS * (size * (8 * keep**2 + 16 * keep + 8 * tokens + 4 * self.channels + 64) + keep**3 + 64 * keep**2)
