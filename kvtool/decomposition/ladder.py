@@ -20,7 +20,7 @@ from kvtool.decomposition import selectors
 from kvtool.decomposition.capacity import Centre, OwnObjective, Tangents
 from kvtool.decomposition.damage import Damage
 from kvtool.decomposition.local_fit import LocalFit
-from kvtool.decomposition.search import Best, check_search, number_of, smallest, subsets
+from kvtool.decomposition.search import Best, check_search, number_of, one_thread, smallest, subsets
 from kvtool.decomposition.subpools import SubPool
 from kvtool.errors import KvtoolError
 from kvtool.metrics.student_t import two_sided
@@ -82,6 +82,7 @@ class Study:
     sets: dict[str, Tensor]
 
 
+@one_thread()
 def damages(pool: SubPool, keep: int) -> Damages:
     """Search all subsets of `keep` tokens for the least damage; nothing of the policy is read.
 
@@ -105,6 +106,7 @@ def damages(pool: SubPool, keep: int) -> Damages:
     return Damages(damage, keep, best, two_pass, greedy)
 
 
+@one_thread()
 def study(pool: SubPool, keep: int, sigma2: Tensor, found: Damages | None = None) -> Study:
     """Selection gaps and ladder of one sub-pool.
 

@@ -200,6 +200,19 @@ def test_too_much_is_refused_with_its_number(n, keep, words):
     assert check_search(23, 10) == 1_144_066
 
 
+def test_a_search_leaves_the_number_of_threads_alone():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        damages(random_pool(8), 4)
+        assert torch.get_num_threads() == 2
+        with pytest.raises(KvtoolError):
+            damages(random_pool(8), 9)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def table(values, noise=0.0):
     """An evaluate over plain numbers, and the list of what was asked."""
     asked = []
