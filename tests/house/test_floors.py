@@ -17,6 +17,7 @@ FLOORS = {
     "policies": 2,
     "selection": 2,
     "metrics": 2,
+    "decomposition": 3,
     "replay": 3,
     "capture": 3,
     "testing": 3,
