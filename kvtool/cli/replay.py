@@ -61,6 +61,7 @@ def command(
     from kvtool.cli.numbers import number_list
     from kvtool.replay import replay
     from kvtool.report.terminal import replay_table
+    from kvtool.report.terminal_decomposition import decomposition_tables
     from kvtool.words import parse_ids
 
     use_threads(threads)
@@ -95,6 +96,8 @@ def command(
         json_answer(result.document())
     else:
         answer(*replay_table(result, terminal_width()))
+        if decompose:
+            answer(*decomposition_tables(result, terminal_width()))
     for warning in result.warnings:
         hint("warning", warning)
     if output is None:

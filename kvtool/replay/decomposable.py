@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from kvtool.decomposition.center import source_of
 from kvtool.decomposition.settings import DRAWS, EXCLUDE, Decompose
 from kvtool.errors import KvtoolError
@@ -12,6 +10,10 @@ from kvtool.replay.plan import Plan
 from kvtool.rotation import Rotation
 from kvtool.trace import Sequence
 from kvtool.words import spans
+
+EXPONENTIAL = 8  # what an exponential costs, in multiplications
+CALL_CELL, CALL_HEAD = 2e7, 1e7  # what one cell of a layer costs the replay, and one of its heads the decomposition
+SUBSET = 500  # what a policy's objective costs on one subset of a sub-cache
 
 Work = list[tuple[Sequence, int, int]]
 
@@ -85,37 +87,34 @@ def _first(layer: Layer, step: int) -> int:
 
 
 def stated_cost(plan: Plan, work: Work) -> str:
-    """One sentence: how much there is to do, and roughly what that is beside the replay alone."""
+    """One sentence: how much there is to do, and roughly what that is beside the replay alone.
+
+    Counted in multiplications, with what a call costs by itself: measured on small traces, right within a factor
+    of about two.
+    """
     asked = plan.decompose
     assert asked is not None
-    heads, evaluated, alone, added, searched = 0, 0, 0.0, 0.0, 0.0
-    studied = sum(not policy.keeps_all for _, policy in plan.policies)
+    heads, most, sub_caches, alone, added = 0, 0, 0, 0.0, 0.0
     for sequence, layer_id, step in work:
         layer = sequence.layer(layer_id)
         geometry = layer.geometry
         ahead = int((layer.query_steps >= step).sum())
         queries, pool = min(ahead, asked.horizon), step - _first(layer, step)
-        width, kv_heads, all_heads = geometry.key_dim + geometry.value_dim, geometry.kv_heads, geometry.query_heads
-        heads, evaluated = heads + all_heads, max(evaluated, queries)
-        kept = [pool if b.ratio is None else math.ceil((1 - float(b.ratio)) * pool) for b in plan.budgets]
-        kept = [n if b.tokens is None else min(b.tokens, pool) for n, b in zip(kept, plan.budgets, strict=True)]
-        tokens = len(plan.policies) * sum(kept)  # over all cells
-        sets = len(plan.cells)
-        alone += all_heads * (ahead * (pool + ahead) * geometry.key_dim + ahead * tokens * geometry.value_dim)
-        alone += all_heads * len(plan.policies) * step * width * 8
-        here = queries * tokens * (width + EXPONENTIAL) + tokens * width * geometry.key_dim
-        here += sets * (DRAWS * queries * (geometry.value_dim + 2 * EXPONENTIAL) + 60 * geometry.value_dim**3)
-        added += all_heads * here
+        kept = sum(budget.resolve(pool) for budget in plan.budgets) * len(plan.policies)  # over all cells
+        heads, most = heads + geometry.query_heads, max(most, queries)
+        alone += len(plan.cells) * CALL_CELL + 4 * geometry.query_heads * ahead * (
+            (pool + ahead) * geometry.key_dim + kept * geometry.value_dim
+        )
+        width = geometry.key_dim + geometry.value_dim
+        of_cells = kept * (queries * (width + EXPONENTIAL) + width * geometry.key_dim)
+        of_draws = DRAWS * queries * (geometry.value_dim + 2 * EXPONENTIAL)
+        added += geometry.query_heads * (of_cells + len(plan.cells) * (of_draws + CALL_HEAD))
         if asked.samples and unprotected(layer, step, plan) >= asked.pool:
-            sets_seen = asked.samples * asked.subsets
-            searched += kv_heads * asked.samples
-            added += all_heads * sets_seen * (queries * asked.keep * geometry.value_dim + studied * DETERMINANT)
-    text = f"decomposing {len(plan.cells)} cells x {heads} query heads x up to {evaluated} queries"
-    if searched:
-        text += f", and exact search over {asked.subsets:,} subsets in each of {searched:.0f} sub-caches"
-    times = added / max(alone, 1.0)
-    return f"{text}: roughly {times:.0f} times the work of the replay alone"
-
-
-EXPONENTIAL = 8  # what an exponential costs, in multiplications
-DETERMINANT = 500  # and the capacities of one subset of a sub-cache
+            sub_caches += asked.samples * geometry.kv_heads
+            sets = asked.samples * asked.subsets * geometry.query_heads
+            studied = sum(not policy.keeps_all for _, policy in plan.policies)
+            added += sets * (queries * geometry.value_dim + studied * SUBSET)
+    text = f"decomposing {len(plan.cells)} cells x {heads} query heads x up to {most} queries"
+    if sub_caches:
+        text += f", and exact search over {asked.subsets:,} subsets in each of {sub_caches:,} sub-caches"
+    return f"{text}: roughly {added / alone:.0f} times the work of the replay alone"
