@@ -138,6 +138,7 @@ class KVHead:
             if sigma2 > 0:
                 one = mutual_information(outputs[head], sigma2, draws, most)
                 gap = torch.nan if one.saturated else most - one.nats
-                told[:, head] = torch.tensor([one.nats, one.standard_error, float(one.saturated), gap])
+                numbers = [one.nats, one.standard_error, float(one.saturated), gap]
+                told[:, head] = torch.tensor(numbers, dtype=torch.float64)
         names = ("capacity_mc", "capacity_mc_se", "capacity_mc_saturated", "shape_gap")
         return {f"{name}_{noise}": column for name, column in zip(names, told, strict=True)}

@@ -118,7 +118,9 @@ def study(pool: SubPool, keep: int, sigma2: Tensor, found: Damages | None = None
     """
     found = found or damages(pool, keep)
     if found.keep != keep or found.damage.tokens != pool.tokens:
-        raise KvtoolError("internal", f"damages of keeping {found.keep} of {found.damage.tokens} were given for another")
+        raise KvtoolError(
+            "internal", f"damages of keeping {found.keep} of {found.damage.tokens} were given for another"
+        )
     if pool.one_shot.shape != (keep,) or len(pool.one_shot.unique()) != keep:
         raise KvtoolError("shape", f"one_shot {list(pool.one_shot.shape)} must hold {keep} different tokens")
     all_sets = subsets(pool.tokens, keep)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kvtool.decomposition import Centre, Decompose, KVHead
+from kvtool.decomposition.ladder import Damages, SubPool, damages, study, summarize
+from kvtool.decomposition.subpools import draw
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
 from kvtool.policies.objective import Objective
@@ -33,8 +35,7 @@ def drawn(view: View, asked: Decompose, protection: Protection) -> Tensor | None
         if free.numel() < asked.pool:
             return None
         stream = view.stream(asked.seed, kv_head).spawn(3)[2]  # the first two serve the query head of that number
-        chosen = [stream.choice(free.numel(), asked.pool, replace=False) for _ in range(asked.samples)]
-        found.append(torch.stack([free[torch.from_numpy(one).sort().values] for one in chosen]))
+        found.append(free[draw(stream, free.numel(), asked.pool, asked.samples)])
     return torch.stack(found, dim=1)
 
 
@@ -91,11 +92,9 @@ def ladder_entries(
         chosen: policy -> its choice on each; policies that keep everything have none.
         key: the columns that every entry starts with.
     """
-    from kvtool.decomposition.ladder import damages, study, summarize
-
     asked = plan.decompose
     assert asked is not None
-    known: list[Any] = [None] * asked.samples  # what a set damages does not depend on who asks
+    known: list[Damages | None] = [None] * asked.samples  # what a set damages does not depend on who asks
     entries = []
     group = layer.geometry.group
     heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -115,11 +114,9 @@ def ladder_entries(
 
 def _sub_pool(
     layer: Layer, head: KVHead, rows: Tensor, choice: Choice, kv_head: int, heads: slice, centre: Centre
-) -> tuple[Any, Tensor]:
+) -> tuple[SubPool, Tensor]:
     """The sub-cache of `rows` [n] as exact search reads it, and the noise [G] of its capacities: the policy's own
     ridge, and 1 where it has none."""
-    from kvtool.decomposition.ladder import SubPool
-
     at = torch.searchsorted(head.rows, rows)
     own = choice.objective
     mine = None if own is None else Objective(own.weights[heads], own.directions[heads], own.ridge[heads])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -18,7 +18,7 @@ STEPS = ("selection", "diagonal", "renormalisation", "information", "linearity")
 NAMES = {"selection": "selection", "taylor": "the Taylor term", "diagonal": "the diagonal term"}
 MEANING = {
     "selection": "tokens left that the queries needed, which only another choice of tokens mends",
-    "taylor": "queries scatter too far for one tangent, which several centres (statistics=mixture:K) mend",
+    "taylor": "queries scatter too far for one tangent, which several centres (statistics=mixture:K) may mend",
     "diagonal": "common shifts of all logits, which centred competition removes",
 }
 
@@ -102,35 +102,45 @@ def _largest(values: dict[str, float]) -> str:
 
 
 def error_verdicts(result: Result) -> list[str]:
-    """Per ratio or budget one sentence for every term that is the largest for some policy: whose, where, what of it."""
-    said = []
+    """Per ratio or budget one sentence for every term that is the largest for some policy: whose it is and where,
+    and where the other terms lead. Then, once, what to make of the terms that were named."""
+    said: list[str] = []
+    named: set[str] = set()
     for section in error_sections(result):
         contenders = [line for line in section.lines if line.policy not in CONTROLS]
         for term in TERMS:
             lines = [line for line in contenders if line.largest == term]
             if lines:
-                said.append(f"{section.asked}: {_verdict(term, lines, section)}")
-    return said
+                text, leading = _verdict(term, lines, section)
+                said.append(f"{section.asked}: {text}")
+                named |= leading
+    return said + [f"{NAMES[term]}: {MEANING[term]}" for term in TERMS if term in named]
 
 
-def _verdict(term: str, lines: list[Errors], section: ErrorSection) -> str:
-    """What is said of the policies for which `term` is the largest."""
-    counts: dict[int, int] = defaultdict(int)
-    for line in lines:
-        for layer in line.layers[term]:
-            counts[layer] += 1
-    # where at least half of these policies see it lead; each head by itself where no layer does
-    layers = sorted(layer for layer, count in counts.items() if 2 * count >= len(lines))
-    rows = [row for line in lines for row in section.rows[line.policy] if not layers or row["layer"] in layers]
-    against = [row[f"e_{term}"] / row["tangent_signal"] for row in rows if row["tangent_signal"]]
-    whole = {row["layer"] for members in section.rows.values() for row in members}
-    where = "in single heads of every layer" if not layers else "in every layer"
-    if layers and set(layers) != whole:
+def _verdict(term: str, lines: list[Errors], section: ErrorSection) -> tuple[str, set[str]]:
+    """What is said of the policies for which `term` is the largest, and the terms that it names."""
+    text = f"{NAMES[term]} is the largest error of {_listed([line.policy for line in lines])}"
+    every = {row["layer"] for members in section.rows.values() for row in members}
+    named = {term}
+    for name in sorted(TERMS, key=lambda other: other != term):
+        layers = _leading(name, lines)
+        if not layers and name != term:
+            continue
+        named.add(name)
+        rows = [row for line in lines for row in section.rows[line.policy] if not layers or row["layer"] in layers]
+        against = [row[f"e_{name}"] / row["tangent_signal"] for row in rows if row["tangent_signal"]]
+        size = f" {median(against):.1f}x the tangent signal" if against else ""
         where = f"in layer{'s' * (len(layers) > 1)} {spans(layers)}"
-    size = f", {median(against):.1f}x the tangent signal" if against else ""
-    return (
-        f"{NAMES[term]} is the largest error of {_listed([ln.policy for ln in lines])}{size} {where}: {MEANING[term]}"
-    )
+        if not layers or set(layers) == every:
+            where = "in every layer" if layers else "in single heads of all layers"
+        text += f",{size} {where}" if name == term else f"; {NAMES[name]} leads {where},{size}".rstrip(",")
+    return text, named
+
+
+def _leading(term: str, lines: list[Errors]) -> list[int]:
+    """Layers in which `term` is the largest for at least half of these policies."""
+    counts = Counter(layer for line in lines for layer in line.layers[term])
+    return sorted(layer for layer, count in counts.items() if 2 * count >= len(lines))
 
 
 def _listed(names: list[str], most: int = 4) -> str:

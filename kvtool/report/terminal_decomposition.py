@@ -20,9 +20,9 @@ from kvtool.result import Result
 from kvtool.words import spans
 
 _COLUMNS = ("selection", "Taylor", "diagonal", "total", "signal", "largest", "in layers", "worst head")
-_NATS = ("nats: sel.", "Taylor ", "diagonal ")  # trailing blanks: a name of their own under the same word
+_NATS = "nats: sel. / Tay. / diag."
 # The order in which columns give way on a narrow terminal.
-_GIVES_WAY = ("worst head", *_NATS, "in layers", "signal", "largest")
+_GIVES_WAY = ("worst head", _NATS, "signal", "in layers", "largest")
 _LONGEST = 16  # characters of a list of layers
 
 
@@ -31,9 +31,7 @@ def _cells(line: Errors, layers: int) -> dict[str, str]:
     where = spans(line.layers[line.largest])
     if len(where) > _LONGEST:
         where = f"{len(line.layers[line.largest])} of {layers}"
-    nats = dict.fromkeys(_NATS, "-")
-    if line.nats is not None:
-        nats = {name: f"{line.nats[term]:.2g}" for name, term in zip(_NATS, TERMS, strict=True)}
+    nats = "-" if line.nats is None else " / ".join(f"{line.nats[term]:.1e}" for term in TERMS)
     return {
         "policy": line.policy,
         "selection": f"{line.terms['selection']:.3f}",
@@ -44,7 +42,7 @@ def _cells(line: Errors, layers: int) -> dict[str, str]:
         "largest": f"{'Taylor' if line.largest == 'taylor' else line.largest} {100 * line.share:.0f} %",
         "in layers": where,
         "worst head": f"{line.worst[2]:.2f} at {line.worst[0]}.{line.worst[1]}",
-        **nats,
+        _NATS: nats,
     }
 
 
@@ -58,10 +56,10 @@ def decomposition_tables(result: Result, width: int | None = None) -> list[Any]:
     layers = len({row["layer"] for section in found for rows in section.rows.values() for row in rows})
     lines = [(section, _cells(line, layers)) for section in found for line in section.lines]
     known = any(line.nats is not None for section in found for line in section.lines)
-    offered = [*_COLUMNS, *(_NATS if known else ())]
+    offered = [*_COLUMNS, *([_NATS] if known else [])]
     columns = list(offered)
     if width is not None:
-        wide = {name: max([len(name.strip()), *(len(row[name]) for _, row in lines)]) for name in ("policy", *offered)}
+        wide = {name: max([len(name), *(len(row[name]) for _, row in lines)]) for name in ("policy", *offered)}
         for name in _GIVES_WAY:
             if sum(wide[c] + 3 for c in ("policy", *columns)) + 1 <= width:
                 break
@@ -73,17 +71,17 @@ def decomposition_tables(result: Result, width: int | None = None) -> list[Any]:
         "what linearising costs; diagonal: what dropping competition costs; total: the local picture against the "
         "truth; signal: what there is to explain. largest: in how many heads it is the largest of the three."
     )
-    if known:
+    if _NATS in columns:
         caption += " nats: the same terms in nats per step, each head alone."
     table = Table(
-        title=f"decomposition at up to {asked['horizon']} queries, centre {asked['center']} where the policy has none",
+        title=f"decomposition, centre {asked['center']} where a policy has none of its own",
         title_justify="left",
         caption=caption,
         caption_justify="left",
     )
-    table.add_column("policy", overflow="fold")
+    table.add_column("policy", overflow="fold", min_width=max(len(section.asked) for section in found))
     for name in columns:
-        table.add_column(name.strip(), justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for section in found:
         table.add_section()
         table.add_row(Text(section.asked, style="bold underline"))
@@ -95,8 +93,8 @@ def decomposition_tables(result: Result, width: int | None = None) -> list[Any]:
     if "ladder" in result.tables:
         parts += [*_ladder(result), *(Text(sentence, style="bold") for sentence in ladder_verdicts(result))]
     if len(columns) < len(offered):
-        left = ", ".join(name.strip() for name in offered if name not in columns)
-        parts.append(Text(f"Left out, since the terminal is narrow: {left}.", style="italic"))
+        left = ", ".join(name for name in offered if name not in columns)
+        parts.append(Text(f"Left out, since the terminal is narrow: {left}", style="italic"))
     return parts
 
 
