@@ -66,9 +66,7 @@ class OwnObjective:
         gram.diagonal(dim1=1, dim2=2).add_(1.0)
         found = []
         for part in subsets(tokens, keep).split(_columns(keep * keep * heads)):
-            pairs = _pairs(part, tokens)  # [b, b, s]
-            minors = gram.flatten(1)[:, pairs].permute(1, 2, 0, 3)  # [b, b, G, s]
-            found.append(-0.5 * _logdet(minors.contiguous()).sum(0))
+            found.append(-0.5 * _logdet(_minors(gram, _pairs(part, tokens))).sum(0))
         return torch.cat(found) - slack.sum()
 
 
@@ -104,6 +102,20 @@ class Centre:
         sink = None if self.sink_logits is None else self.sink_logits[:, None]
         return shares(self.logits[:, None, :].masked_fill(~inside, -torch.inf), sink)[0]
 
+    def both_weights(self, sets: Tensor) -> Tensor:
+        """[b, 2, G, s] of the tokens of `sets` [s, b] alone: `pool_weights` and `own_weights`."""
+        index = sets.long().T.contiguous()  # [b, s]
+        found = self.logits.new_empty(index.shape[0], 2, self.logits.shape[0], index.shape[1])
+        logits = torch.empty_like(found[:, 0])
+        for head in range(self.logits.shape[0]):
+            found[:, 0, head] = self.weights[head].take(index)
+            logits[:, head] = self.logits[head].take(index)
+        if self.sink_logits is not None:
+            sink = self.sink_logits[None, :, None].expand(1, -1, index.shape[1])
+            logits = torch.cat([logits, sink])
+        found[:, 1] = torch.softmax(logits, 0)[: index.shape[0]]
+        return found
+
 
 class Tangents:
     """What the full tangents of a sub-pool share: 1/2 logdet(I + J Lambda J^T / sigma^2), J = s U_C S_C K~_C."""
@@ -115,6 +127,7 @@ class Tangents:
         keys = (scale[:, None] * centre.slopes)[..., None] * pool.keys  # [G, n, D]
         self.keys = short_rows(keys @ root)  # [G, n, r]
         self.values = short_rows(pool.values)  # [n, r']
+        self.centre = centre
         self.channels = int(pool.values.shape[1] + pool.keys.shape[1])
 
     def of(self, kept: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
@@ -129,12 +142,12 @@ class Tangents:
             noise[at] = error.sum(0)
         return value, noise
 
-    def bounds(self, keep: int, choices: list[Weights]) -> Tensor:
-        """[choices, S], at or below minus the capacity of every subset, for each choice of weights.
+    def bounds(self, keep: int) -> Tensor:
+        """[2, S], at or below minus the capacity of every subset: with the pool's weights, and with its own.
 
         det(I + G T) with G = U_C U_C^T + jitter = L L^T and T = S K~ Lambda K~^T S is det(I + L^T T L). The jitter
-        raises the capacity by at most jitter·tr T / 2, and the Cholesky factors are off by what rounding does
-        to their traces: all of it below `slack`, since tr T <= 4 max kappa.
+        raises the capacity by at most jitter·tr T / 2, and rounding moves what is factored by a small multiple of
+        eps·tr G·max kappa (the weights of a set sum to at most 1, tr T <= 4 max kappa): all of it below `slack`.
         """
         heads, tokens, _ = self.keys.shape
         kappa = self.keys @ self.keys.transpose(1, 2)  # [G, n, n]
@@ -144,31 +157,45 @@ class Tangents:
         size = float(gram.diagonal().sum()) * kappa.diagonal(dim1=1, dim2=2).amax(1)  # [G]
         slack = EPS * (size * (8 * keep**2 + 16 * keep + 8 * tokens + 4 * self.channels + 64) + keep**3 + 64 * keep**2)
         found = []
-        for part in subsets(tokens, keep).split(_columns(keep * keep * heads * len(choices))):
+        room = kappa.new_empty(0)
+        for part in subsets(tokens, keep).split(_columns(keep * keep * heads * 2)):
+            shape = (keep, keep, 2, heads, part.shape[0])
+            if room.shape[1:] != shape:  # fresh memory for every tile would cost more than the arithmetic
+                room = kappa.new_empty(3, *shape)
             pairs = _pairs(part, tokens)  # [b, b, s]
-            factor = gram.flatten()[pairs]
+            factor = _minors(gram[None], pairs)  # [b, b, 1, s]
             _cholesky(factor)
-            inside = members(part, tokens)
-            index = part.long().expand(heads, -1, -1)
-            a = torch.stack([choice(inside).gather(2, index) for choice in choices])  # [c, G, s, b]
-            a = a.permute(3, 0, 1, 2).contiguous()  # [b, c, G, s]
-            spread = kappa.flatten(1)[:, pairs].permute(1, 2, 0, 3)[:, :, None]  # [b, b, 1, G, s]
-            found.append(-0.5 * _logdet(_whitened(factor[:, :, None, None], spread, a)).sum(1))
+            spread = _minors(kappa, pairs)[:, :, None]  # [b, b, 1, G, s]
+            whitened = _whitened(factor[:, :, None], spread, self.centre.both_weights(part), room)
+            found.append(-0.5 * _logdet(whitened).sum(1))
         return torch.cat(found, 1) - slack.sum()
 
 
-def _whitened(factor: Tensor, spread: Tensor, a: Tensor) -> Tensor:
-    """[b, b, c, G, s]: I + L^T T L with T_ij = a_i a_j (k_i - kbar) Lambda (k_j - kbar), kbar = sum of a k."""
-    towards = (spread * a).sum(1)  # [b, c, G, s], covariance of each key with kbar
-    middle = spread - towards[:, None] - towards[None] + (towards * a).sum(0)
-    factor = factor * a[:, None]  # rows scaled, lower triangular
+def _whitened(factor: Tensor, spread: Tensor, a: Tensor, room: Tensor) -> Tensor:
+    """I + M^T kappa M [b, b, c, G, s] with M = S L = (Diag(a) - a a^T) L, as L^T T L needs no other sum.
+
+    Args:
+        factor: L [b, b, 1, 1, s], lower triangular.
+        spread: kappa [b, b, 1, G, s], covariances of the keys' logits.
+        a: [b, c, G, s].
+        room: [3, b, b, c, G, s], overwritten.
+    """
+    scaled, product, found = room
     size = factor.shape[0]
-    product = torch.zeros_like(middle)
+    torch.mul(factor, a[:, None], out=scaled)
+    mean = scaled.sum(0)  # [b, c, G, s], a^T L
+    product.zero_()  # kappa Diag(a) L
+    towards = torch.zeros_like(a)  # kappa a
     for k in range(size):
-        product[:, : k + 1].addcmul_(middle[:, k, None], factor[k, None, : k + 1])
-    found = middle.zero_()
+        product[:, : k + 1].addcmul_(spread[:, k, None], scaled[k, None, : k + 1])
+        towards.addcmul_(spread[:, k], a[k])
+    product.addcmul_(towards[:, None], mean[None], value=-1)  # kappa M
+    found.zero_()
+    pulled = torch.zeros_like(a)  # a^T kappa M
     for k in range(size):
-        found[: k + 1].addcmul_(factor[k, : k + 1, None], product[k, None])
+        found[: k + 1].addcmul_(scaled[k, : k + 1, None], product[k, None])
+        pulled.addcmul_(product[k], a[k])
+    found.addcmul_(mean[:, None], pulled[None], value=-1)
     found.diagonal(dim1=0, dim2=1).add_(1.0)
     return found
 
@@ -196,6 +223,14 @@ def _pairs(sets: Tensor, tokens: int) -> Tensor:
     """[b, b, s], where each pair of every set's tokens lies in a flattened [n, n]."""
     index = sets.long().T.contiguous()
     return index[:, None] * tokens + index[None]
+
+
+def _minors(matrices: Tensor, pairs: Tensor) -> Tensor:
+    """[b, b, H, s] of `matrices` [H, n, n]."""
+    found = matrices.new_empty(*pairs.shape[:2], matrices.shape[0], pairs.shape[2])
+    for head, matrix in enumerate(matrices):
+        found[:, :, head] = matrix.flatten().index_select(0, pairs.flatten()).view(pairs.shape)
+    return found
 
 
 def _columns(numbers: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from torch import Tensor
 from kvtool.decomposition.search import EPS, binomials, check_search, members, places_below, subsets
 from kvtool.decomposition.subpools import SubPool
 
-TILE_NUMBERS = 1 << 17  # float64 numbers of one tile: 1 MiB, the size of a core's own cache
-EVALUATED_NUMBERS = 1 << 21  # of outputs that are evaluated at once
+TILE_NUMBERS = 1 << 17  # float64 numbers of one tile: 1 MiB, about a core's own cache
+EVALUATED_NUMBERS = 1 << 16  # of outputs that are evaluated at once
+CHUNK = 256  # query rows whose quadratic forms are made at once
 TINY = 1e-140  # added to attention shares, so that their squares stay normal numbers
 
 
@@ -100,43 +101,57 @@ class Damage:
         length = (2 * self.tokens + 32) * EPS * self._largest * mass.sqrt()  # of the error over all queries
         return length * (2 * square.sqrt() + length) + 64 * EPS * square
 
-    def bounds(self, keep: int) -> Tensor:
-        """[S], at or below the damage of every subset.
+    @cached_property
+    def _forms(self) -> tuple[Tensor, Tensor, float]:
+        """Shares p [R, 1 + n], the sink first; Gram matrices [R, 1 + n, 1 + n] of p_i (f_P - u_i); the slack.
 
-        f_P - f_C = [ sum over C of p_i (f_P - u_i) + p_sink f_P ] / (sum over C of p_i + p_sink): a quadratic
-        form in C's indicator over the square of a linear one. Split the tokens into halves A and B: both
-        forms are tables over the subsets of each half, plus one product of A's rows with B's columns, so a
-        query costs about n/2 operations a subset.
+        f_P - f_C = [ sum over C of p_i (f_P - u_i) + p_sink f_P ] / (sum over C of p_i + p_sink): damage is a
+        quadratic form in C's indicator over the square of a linear one.
 
         Rounding: the terms of the form add up in absolute value to at most (rho · denominator)^2, where rho is
         the largest length among f_P - u_i (and f_P where there is a sink). So each query is off by a few
-        eps·rho^2 whatever the subset, and by the error of f_P itself, and that is subtracted.
+        eps·rho^2 whatever the subset, and by the error of f_P itself: the slack.
         """
-        count = check_search(self.tokens, keep)
-        parts = halves(self.tokens, keep)
-        found = torch.empty(count, dtype=torch.float64)
-        sums = [torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64) for a, b, _ in parts]
-        split = self.tokens // 2
-        slack = torch.zeros((), dtype=torch.float64)
-        chunk = max(1, min(256, EVALUATED_NUMBERS // (self.values.shape[1] * (self.tokens + 1))))
-        for start in range(0, self.logits.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            p, f = self.weights[rows], self.output[rows]
-            apart = torch.cat([f[:, None, :], f[:, None, :] - self.values], 1)  # [r, 1 + n, Dv]
+        p = torch.cat([self.sink[:, None], self.weights], 1)
+        gram = p.new_empty(*p.shape, p.shape[1])
+        slack = 0.0
+        off = 2 * (self.tokens + 8) * EPS * self._largest  # of f_P
+        for start in range(0, p.shape[0], CHUNK):
+            rows = slice(start, start + CHUNK)
+            f = self.output[rows, None]
+            apart = torch.cat([f, f - self.values], 1)  # [r, 1 + n, Dv]
+            moved = p[rows, :, None] * apart
+            torch.bmm(moved, moved.transpose(1, 2), out=gram[rows])
             rho = torch.linalg.vector_norm(apart if self.sink_logits is not None else apart[:, 1:], dim=2).amax(1)
-            p = torch.cat([self.sink[rows, None], p], 1)  # [r, 1 + n], the sink first
-            moved = p[..., None] * apart
-            gram = moved @ moved.transpose(1, 2)  # [r, 1 + n, 1 + n]
-            slack += self._slack(rho)
-            for (a, b, _), total in zip(parts, sums, strict=True):
-                _add(total, a, b, gram, p, 1 + split)
-        for (_, _, numbers), total in zip(parts, sums, strict=True):
+            few = (self.values.shape[1] + 4 * self.tokens + 2000) * EPS
+            slack += float((few * rho.square() + off * (2 * rho + off)).sum())
+        return p, gram, slack
+
+    def bounds(self, keep: int) -> Tensor:
+        """[S], at or below the damage of every subset.
+
+        Split the tokens into halves A and B: both forms are tables over the subsets of each half, plus one
+        product of A's rows with B's columns, so a query costs about n/2 operations a subset.
+        """
+        p, gram, slack = self._forms
+        split = 1 + self.tokens // 2
+        found = torch.empty(check_search(self.tokens, keep), dtype=torch.float64)
+        for a, b, numbers in halves(self.tokens, keep):
+            total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64)
+            _add(total, a, b, gram, p, split)
             found[numbers.flatten()] = total.flatten()
         return found * (1 - 64 * EPS) - slack
 
-    def _slack(self, rho: Tensor) -> Tensor:
-        off = 2 * (self.tokens + 8) * EPS * self._largest  # of f_P
-        return ((self.values.shape[1] + 4 * self.tokens + 2000) * EPS * rho.square() + off * (2 * rho + off)).sum()
+    def addition_bounds(self, chosen: Tensor) -> Tensor:
+        """[n], at or below the damage of keeping the indices `chosen` and one token more."""
+        p, gram, slack = self._forms
+        inside = torch.zeros(1 + self.tokens, dtype=torch.float64)
+        inside[0] = 1.0
+        inside[1 + chosen] = 1.0
+        drawn = gram @ inside  # [R, 1 + n]
+        form = (drawn @ inside)[:, None] + 2 * drawn + gram.diagonal(dim1=1, dim2=2)
+        below = (p @ inside)[:, None] + p + TINY
+        return (form / below.square()).sum(0)[1:] * (1 - 64 * EPS) - slack
 
 
 def _add(total: Tensor, a: Tensor, b: Tensor, gram: Tensor, p: Tensor, split: int) -> None:

@@ -97,7 +97,7 @@ def damages(pool: SubPool, keep: int) -> Damages:
         return damage.of(torch.stack([inside[row] for row in others]))[0]
 
     two_pass = selectors.two_pass(score, pool.tokens, keep)
-    greedy = selectors.greedy(lambda sets: damage.of(sets)[0], pool.tokens, keep)
+    greedy = selectors.greedy(lambda sets: damage.of(sets)[0], pool.tokens, keep, damage.addition_bounds)
     seeds = [number_of(kept, pool.tokens) for kept in (two_pass, greedy)]
     all_sets = subsets(pool.tokens, keep)
     best = smallest(damage.bounds(keep), lambda n, limit: damage.of(all_sets[n], limit), seeds)
@@ -173,7 +173,7 @@ def _tangent_rungs(pool: SubPool, centre: Centre, damage: Damage, keep: int, sig
     if bool((sigma2 > 0).all()):
         tangents = Tangents(pool, centre, sigma2)
         choices = {"full": centre.pool_weights, "ren": centre.own_weights}
-        for (rung, weights), bound in zip(choices.items(), tangents.bounds(keep, list(choices.values())), strict=True):
+        for (rung, weights), bound in zip(choices.items(), tangents.bounds(keep), strict=True):
             top = smallest(bound, lambda n, limit, w=weights: tangents.of(all_sets[n], w), seeds)  # type: ignore[misc]
             found[rung] = all_sets[top.number].long()
     found["lin"] = all_sets[lin.number].long()

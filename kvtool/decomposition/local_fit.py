@@ -10,8 +10,8 @@ from kvtool.decomposition.damage import Damage
 from kvtool.decomposition.search import EPS, members, subsets
 from kvtool.decomposition.subpools import SubPool
 
-BLOCK_SETS = 1 << 13
-EVALUATED_NUMBERS = 1 << 21
+BLOCK_SETS = 1 << 12
+EVALUATED_NUMBERS = 1 << 17
 
 
 class LocalFit:

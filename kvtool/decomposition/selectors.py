@@ -13,6 +13,7 @@ TIE = 1e-12  # of the largest: what is closer is equal, and the newer token wins
 
 Score = Callable[[Tensor], Tensor]
 Value = Callable[[Tensor], Tensor]
+Bound = Callable[[Tensor], Tensor]
 
 
 def newest_best(scores: Tensor) -> int:
@@ -41,21 +42,31 @@ def one_shot(score: Score, tokens: int, keep: int) -> Tensor:
 
 def two_pass(score: Score, tokens: int, keep: int) -> Tensor:
     """[b] indices: keep twice as many as wanted, score those again within themselves, keep the best."""
-    first = one_shot(score, tokens, min(2 * keep, tokens)).sort().values
+    if 2 * keep >= tokens:
+        return one_shot(score, tokens, keep)  # nothing has gone, so the scores stay what they are
+    first = one_shot(score, tokens, 2 * keep).sort().values
     return first[largest(score(first), keep)]
 
 
-def greedy(value: Value, tokens: int, keep: int) -> Tensor:
+def greedy(value: Value, tokens: int, keep: int, bound: Bound | None = None) -> Tensor:
     """[b] indices, in the order taken: each the one that leaves the smallest value with those before it.
 
     Args:
         value: sets [K, k] -> [K], to be small.
+        bound: the tokens so far -> [n], at or below the value with each token added; spares evaluations.
     """
     chosen: list[int] = []
     for _ in range(keep):
-        left = [token for token in range(tokens) if token not in chosen]
-        found = value(torch.tensor([[*chosen, token] for token in left]))
-        chosen.append(left[newest_best(-found)])
+        left = torch.tensor([token for token in range(tokens) if token not in chosen])
+        sets = torch.cat([torch.tensor(chosen, dtype=torch.int64).expand(len(left), -1), left[:, None]], 1)
+        open_ = torch.ones(len(left), dtype=torch.bool)
+        if bound is not None:
+            low = bound(torch.tensor(chosen, dtype=torch.int64))[left]
+            seen = float(value(sets[int(low.argmin())][None]))
+            open_ = ~(low > seen + TIE * abs(seen))
+        found = torch.full((len(left),), torch.inf, dtype=torch.float64)
+        found[open_] = value(sets[open_])
+        chosen.append(int(left[newest_best(-found)]))
     return torch.tensor(chosen, dtype=torch.int64)
 
 

@@ -22,6 +22,7 @@ FLOORS = {
     "capture": 3,
     "testing": 3,
     "live": 3,
+    "decomposition": 3,
     "report": 4,
     "cli": 5,
 }
