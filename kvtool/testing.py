@@ -14,72 +14,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
-from kvtool.layer import Kind, Layer
+from kvtool.example_layer import example_layer
+from kvtool.layer import Layer
 from kvtool.policies.policy import Policy, Protection
-from kvtool.replay.ask import scores_of
-from kvtool.rotation import Rotation
+from kvtool.replay.ask import refined_scores, scores_of
 from kvtool.selection import select
 from kvtool.view import View
 
-NEEDS = ("prompt-queries", "recent-queries", "rotation", "future-rotation", "output-projection")
+__all__ = ["check_policy", "example_layer", "scores_at"]
 
-
-def example_layer(
-    tokens: int = 48,
-    *,
-    seed: int = 0,
-    query_heads: int = 4,
-    kv_heads: int = 2,
-    key_dim: int = 8,
-    value_dim: int = 6,
-    stored: torch.dtype = torch.float32,
-    dtype: torch.dtype = torch.float32,
-    rotation: Literal["half", "interleaved", "none"] = "half",
-    kind: Kind = "full",
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: bool = False,
-    mean_query: float = 0.5,
-) -> Layer:
-    """A random layer with every optional array, queries of all rows, no two tokens alike.
-
-    Args:
-        stored: what the data are rounded to before they are computed with in `dtype`.
-        rotation: layout, the first half of the channels being rotated.
-        mean_query: offset of the queries, so that their mean says something.
-    """
-    stream = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=stream, dtype=torch.float64)
-
-    queries = normal(query_heads, tokens, key_dim) + mean_query * normal(query_heads, 1, key_dim)
-    rotary = key_dim // 2
-    return Layer.from_arrays(
-        queries.to(stored),
-        normal(kv_heads, tokens, key_dim).to(stored),
-        (normal(kv_heads, tokens, value_dim) + 0.3).to(stored),
-        prompt_length=max(1, tokens - 8),
-        scale=0.4,
-        layer=3,
-        positions=torch.arange(tokens) + 5,
-        output_projection=normal(query_heads, value_dim, 10).to(stored),
-        softcap=softcap,
-        kind=kind,
-        window=window,
-        sink_logits=normal(query_heads).to(torch.float32) if sinks else None,
-        rotation="none"
-        if rotation == "none"
-        else Rotation(rotary, rotation, 100.0 ** (-torch.arange(0, rotary, 2) / rotary)),
-        prompt_digest=f"{seed:064x}",
-        dtype=dtype,
-    )
+NEEDS = ("prompt-queries", "recent-queries", "rotation", "future-rotation", "output-projection", "prompt-gradients")
 
 
 def scores_at(policy: Policy, layer: Layer, step: int, steps_ahead: Tensor | None = None) -> Tensor:
@@ -191,8 +141,39 @@ def _check_exact_counts(policy: Policy, layer: Layer, step: int, scores: Tensor)
     heads, count = view.tokens.shape
     for budget in sorted({min(1, count), (count + 1) // 2, count}):
         shield = policy.protection(budget)
-        chosen = select(scores, view.tokens, [budget] * heads, sinks=shield.sinks, window=shield.window, step=step)
+        refined = _refined(policy, layer, step, [budget] * heads, shield)
+        if refined is not None:
+            _check_scores(refined, layer, step)
+            again = _refined(policy, layer, step, [budget] * heads, shield)
+            assert again is not None, "refuses when it is asked again"
+            assert torch.equal(refined, again), "refines otherwise when it is asked again"
+        if policy.nested and refined is not None:
+            assert torch.equal(refined, scores), "refines its scores by the budget: declare nested = False"
+        chosen = select(
+            scores if refined is None else refined,
+            view.tokens,
+            [budget] * heads,
+            sinks=shield.sinks,
+            window=shield.window,
+            step=step,
+        )
         assert chosen.keep.sum(1).tolist() == [budget] * heads, f"does not keep exactly {budget} tokens"
+
+
+def _refined(policy: Policy, layer: Layer, step: int, allowed: list[int], shield: Protection) -> Tensor | None:
+    """[Hk, N] scores at one budget, None where the policy refuses to search that many sets."""
+    view = View.at(layer, step, torch.arange(step, layer.tokens) if policy.oracle else None)
+    name = type(policy).__name__
+    scores, _ = scores_of(name, policy, layer, view)
+    before = scores.clone()
+    try:
+        refined = refined_scores(name, policy, layer, view, scores, allowed, shield)
+    except KvtoolError as error:
+        if error.code == "usage":
+            return None
+        raise
+    assert torch.equal(scores, before), "changes the scores that refine was given"
+    return refined
 
 
 def _check_oracle(policy: Policy, layer: Layer, step: int) -> None:
@@ -275,10 +256,10 @@ def _past(layer: Layer, start: int, step: int, steps_ahead: Tensor | None) -> Vi
 def _with_future(layer: Layer, step: int, change: Callable[[Tensor], Tensor]) -> Layer:
     """The layer with every array changed from row `step` on."""
 
-    def changed(array: Tensor) -> Tensor:
-        return torch.cat([array[:, :step], change(array[:, step:])], dim=1)
+    def changed(array: Tensor) -> Tensor:  # rows are the last axis but one
+        return torch.cat([array[..., :step, :], change(array[..., step:, :])], dim=-2)
 
-    return _replaced(layer, changed, ("queries", "keys", "values"))
+    return _replaced(layer, changed, ("queries", "keys", "values", "output_gradients"))
 
 
 def _with_slots(layer: Layer, slots: Tensor, filler: float) -> Layer:

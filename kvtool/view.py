@@ -57,6 +57,12 @@ class View:
         tokens = torch.arange(first, step).expand(layer.geometry.kv_heads, -1)
         return cls(layer, step, tokens, step, torch.full_like(tokens, layer.tokens), steps_ahead)
 
+    def past(self) -> View:
+        """What `observe` sees of all steps before the event, on a cache from which nothing was evicted."""
+        rows = torch.arange(self.step).expand(self.geometry.kv_heads, -1)
+        never = torch.full_like(rows, self._layer.tokens)
+        return View(self._layer, self.step, rows, 0, never, self.steps_ahead)
+
     @property
     def geometry(self) -> Geometry:
         return self._layer.geometry
@@ -146,6 +152,22 @@ class View:
         rows = torch.arange(start, stop)
         return rotation.unrotate(queries, self._layer.positions[rows], rows)
 
+    def gradients(self, count: int) -> Tensor:
+        """[S, H, n, Dv], gradients of the newest n <= `count` steps before the event that have any: what the
+        model's predictions at steps before the event say of attention's output (see `Layer.output_gradients`).
+
+        Raises:
+            KvtoolError: code `trace-lacks` where there are none, or where they know targets at or after the event.
+        """
+        lacking = gradients_missing(self._layer, self.step)
+        if lacking is not None:
+            raise KvtoolError("trace-lacks", *lacking)
+        steps, stored = self._layer.gradient_steps, self._layer.output_gradients
+        assert steps is not None
+        assert stored is not None
+        stop = int(torch.searchsorted(steps, last_drawn(self._layer, self.step)))
+        return stored[:, :, max(0, stop - count) : stop]
+
     def stream(self, seed: int, head: int) -> np.random.Generator:
         """The random stream of (seed, prompt, layer, head, event): the same in any order of work."""
         key = f"{seed}/{self._layer.prompt_digest}/{self.geometry.layer}/{head}/{self.step}"
@@ -168,3 +190,31 @@ class View:
                 "policy-broken",
                 f"the policy asked for row {stop - 1} at an event before row {self.step}: a view ends at its event",
             )
+
+
+def last_drawn(layer: Layer, step: int) -> int:
+    """The step behind the last one before `step` whose gradient can differ from 0: its own block has a target."""
+    return step if layer.gradients is None else min(step, layer.gradients.targets[1])
+
+
+def gradients_missing(layer: Layer, step: int) -> tuple[str, str] | None:
+    """Why the gradients of steps before `step` cannot be shown at an event there, and what to do; None if they can.
+
+    A gradient knows every target of its own block from its step on. Where one of these is the event's
+    step or a later one, rows after the event have shaped it.
+    """
+    where, how = f"layer {layer.geometry.layer}", "capture with --gradients 4 --gradients-at prompt"
+    if layer.gradients is None or layer.gradient_steps is None or not layer.has("output_gradients"):
+        return f"{where} has no gradients in this trace", how
+    steps, (low, high) = layer.gradient_steps, layer.gradients.targets
+    first, before = int(steps[0]), steps[steps < last_drawn(layer, step)]
+    if before.numel() == 0 or low >= step:
+        return f"{where} has no gradient of a step before the event at step {step}", how
+    newest = int(before[-1])
+    block_end = first + ((newest - first) // layer.gradients.block + 1) * layer.gradients.block
+    if min(block_end, high, int(steps[-1]) + 1) > step:
+        return (
+            f"the gradients of {where} know targets at or after the event at step {step}, which is the future there",
+            f"{how}, or with a --gradient-block that ends at the event",
+        )
+    return None

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from kvtool.decomposition.settings import EXCLUDE, Decompose
 from kvtool.layer import Layer
-from kvtool.policies.query_statistics import QueryStatistics, expected_statistics
+from kvtool.policies.query_statistics import (
+    QueryStatistics,
+    first_counted,
+    mean_rotation,
+    statistics_of,
+    turned,
+)
 from kvtool.shapes import expect_shapes
 from kvtool.view import View
 
@@ -59,28 +65,20 @@ def centre_of_layer(layer: Layer, step: int, steps: Tensor, asked: Decompose) ->
     """
     source = source_of(layer, asked)
     if source == "rope_mean":
-        found = expected_statistics(View.at(layer, step), "rope_mean", EXCLUDE, asked.horizon)
+        view = View.at(layer, step)
+        past = statistics_of(view.unrotated_queries(first_counted(view, EXCLUDE), step))
+        found = turned(past, mean_rotation(view, asked.horizon))
         return Centre(found.mean, found.covariance, source)
     if source == "future":
         queries = layer.queries[:, torch.searchsorted(layer.query_steps, steps)]
     else:
         stop = min(step, layer.prompt_length) if source == "prompt" else step
         queries = layer.queries[:, layer.query_rows(max(0, min(EXCLUDE, stop - 1)), stop)]
-    return Centre(*moments(queries), source)
+    found = statistics_of(queries)
+    return Centre(found.mean, found.covariance, source)
 
 
 def source_of(layer: Layer, asked: Decompose) -> str:
     """What `--center` means on this layer: without a rotation there is nothing to turn."""
     unturned = asked.center == "rope_mean" and layer.geometry.rotation == "none"
     return "prompt" if unturned else asked.center
-
-
-def moments(queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean [H, D] and covariance [H, D, D] of the queries [H, n, D], divided by n, head by head in float64."""
-    means, covariances = [], []
-    for head in queries:
-        wide = head.to(torch.float64)
-        means.append(wide.mean(0))
-        centred = wide - means[-1]
-        covariances.append(centred.T @ centred / wide.shape[0])
-    return torch.stack(means), torch.stack(covariances)

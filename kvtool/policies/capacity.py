@@ -8,136 +8,242 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvtool.errors import KvtoolError
-from kvtool.kernels.leverage import Leverage, LeverageError, leverage_scores
-from kvtool.policies.capacity_weights import Relevance, Response, Shift, logits_and_slope, relevance, response_variance
+from kvtool.kernels.leverage import LeverageError
+from kvtool.layer import Geometry
+from kvtool.policies.attention_history import extend_history, history_of_candidates, no_history
+from kvtool.policies.capacity_pool import Pool, Weights, pool_of, weights_of
+from kvtool.policies.capacity_weights import Relevance, Response, Shift
+from kvtool.policies.directions import DirectionKind
+from kvtool.policies.floor import FloorKind, leave_one_out
 from kvtool.policies.group import reduce_group
-from kvtool.policies.parameters import check_at_least, check_choices, check_positive
+from kvtool.policies.objective import Objective
+from kvtool.policies.parameters import check_at_least, check_choices, check_positive, check_share
 from kvtool.policies.policy import Policy, Protection
-from kvtool.policies.query_statistics import QueryStatistics, StatisticsSource, expected_statistics
+from kvtool.policies.query_source import QuerySource, parse_source
+from kvtool.policies.query_statistics import QueryStatistics, expected_statistics
+from kvtool.policies.selectors import exhaustive, greedy, two_pass
 from kvtool.view import View
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What one event came to. `jitter` and `fallback` grow where a selector meets trouble of its own.
+
+    Attributes:
+        scores: [Hk, N] float64.
+        rho: [H] float64, mean leverage per value channel.
+        jitter: [H] float64, what had to be added to the diagonal of A, over its mean.
+        fallback: [H] float64, 1 where the declared fallback scored the KV head, 2 where that failed too and
+            key norms did.
+    """
+
+    scores: Tensor
+    rho: Tensor
+    jitter: Tensor
+    fallback: Tensor
 
 
 @dataclass(frozen=True)
 class Capacity(Policy):
-    """Base of `jacap` and `capkv`, which are this class with other defaults.
+    """Keeps what adds most to the capacity of a linear-Gaussian channel from query to output. Every choice that
+    capacity policies differ in is a parameter; without any it is `jacap`.
 
-    Scores w_i u_i^T A^-1 u_i with A = ridge·I + sum_j (w_j + weight_eps) u_j u_j^T and u = v: the
-    capacity that token i adds to a linear-Gaussian channel from query to output. One A per query
-    head, in float64. Cost: O(H·(e·D^2 + N·(D^2 + Dv^2) + Dv^3)).
+    Scores w_i u_i^T A^-1 u_i with A = ridge·I + sum_j (w_j + weight_eps) u_j u_j^T, one A per query
+    head, in float64. Deviations: none, `jacap`, `capkv` and `capkv-paper` are this class with other
+    defaults. Cost: O(H·(e·D^2 + N·(D^2 + Dv^2) + Dv^3)); greedy adds O(H·B·N·Dv), blending O(H·e^2·D).
 
-    Attributes:
-        relevance: `softmax` of z/tau; `exp_dot` exp(tau·z); `exp_cosine` exp(tau·cosine); `ones`.
-        tau: temperature of the softmax, or factor in the exponent.
-        shift: `max` subtracts the largest exponent of the exp relevances, `none` does not.
-        sensitivity: `saturating` weighs by [a (1 - a)]^2, `none` by the relevance itself.
-        response: times s^2 k^T covariance k: `diagonal` of the covariance, `full`, or `none`.
-        leverage: off replaces A by ridge·I, leaving w |u|^2 / ridge.
-        ridge: a number, `identity` (1), or `relative`: the mean weight of the scored tokens (1 if all are 0).
-        weight_eps: added to the weights in A only.
-        exclude_first: first rows left out of weights and A, and protected.
-        exclude_statistics: first queries left out of the query statistics.
-        statistics: `rope_mean` un-rotates past queries and turns them by the mean future rotation,
-            `prompt` takes them as they were.
-        horizon: positions in the mean future rotation.
-        group: how the query heads of a KV head combine.
+    The page docs/policies.md explains every parameter.
     """
 
     relevance: Relevance = "softmax"
-    tau: float = 1.0
+    tau: float = 10.0
     shift: Shift = "max"
     sensitivity: Literal["saturating", "none"] = "saturating"
     response: Response = "diagonal"
+    competition: Literal["diagonal", "centred"] = "diagonal"
+    directions: DirectionKind = "values"
+    fisher_steps: int = 256
     leverage: bool = True
     ridge: Literal["identity", "relative"] | float = "identity"
     weight_eps: float = 0.0
     exclude_first: int = 0
     exclude_statistics: int = 4
-    statistics: StatisticsSource = "rope_mean"
+    statistics: str = "rope_mean"
+    mixture_combine: Literal["mean", "worst"] = "mean"
     horizon: int = 512
+    blend: float = 1.0
+    floor: FloorKind = "history"
     group: Literal["mean", "max"] = "mean"
+    group_stage: Literal["score", "weight"] = "score"
+    selector: Literal["one_shot", "two_pass", "greedy", "exhaustive"] = "one_shot"
+    fallback: Literal["knorm", "no_leverage"] = "knorm"
+
+    @property
+    def source(self) -> QuerySource:
+        """`statistics`, parsed."""
+        return parse_source(self.statistics)
+
+    @property
+    def oracle(self) -> bool:  # type: ignore[override]
+        return self.source.kind == "future"
+
+    @property
+    def nested(self) -> bool:  # type: ignore[override]
+        return self.selector == "one_shot"  # greedy sets nest too, but no one ranking covers all budgets
 
     @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
-        if self.statistics == "prompt":
-            return ("prompt-queries",)
-        return ("prompt-queries", "rotation", "future-rotation")
+        found = list(self.source.needs)
+        found += ["prompt-queries"] * (self.blend < 1)
+        found += ["output-projection"] * (self.directions == "outputs")
+        found += ["prompt-gradients"] * (self.directions == "fisher")
+        return tuple(dict.fromkeys(found))
+
+    def queries_back(self, step: int) -> int:
+        if self.source.kind == "window" and self.blend == 1:
+            return min(self.source.count, step)
+        return super().queries_back(step)
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_positive(self, "tau")
         check_at_least(self, 0, "weight_eps", "exclude_first", "exclude_statistics")
-        check_at_least(self, 1, "horizon")
+        check_at_least(self, 1, "horizon", "fisher_steps")
+        check_share(self, "blend")
+        object.__setattr__(self, "statistics", str(self.source))  # one spelling of one choice
         if not isinstance(self.ridge, str):
             check_positive(self, "ridge")
         if self.sensitivity == "saturating" and self.relevance != "softmax":
             raise ValueError(f"sensitivity=saturating needs relevance=softmax, not {self.relevance}")
+        if self.competition == "centred" and self.sensitivity != "saturating":
+            raise ValueError("competition=centred is the response of a softmax: it needs sensitivity=saturating")
+        if self.competition == "centred" and self.source.kind == "mixture":
+            raise ValueError("competition=centred takes directions from one centre, and statistics=mixture has several")
+        if self.group_stage == "weight" and (self.competition, self.directions) != ("diagonal", "values"):
+            raise ValueError(
+                "group_stage=weight has one matrix per KV head, so its query heads must share their directions: "
+                "competition=diagonal and directions=values"
+            )
+        if self.selector != "one_shot" and not self.leverage:
+            raise ValueError(
+                f"selector={self.selector} chooses tokens together, which leverage=false scores one by one"
+            )
+        if self.selector == "exhaustive" and (self.group, self.group_stage) == ("max", "score"):
+            raise ValueError("selector=exhaustive adds up the capacity of query heads: it needs group=mean")
 
     def protection(self, budget: int) -> Protection:
         return Protection(sinks=self.exclude_first)
 
+    def start(self, geometry: Geometry) -> Tensor | None:
+        return no_history(geometry) if self.blend < 1 and self.floor == "history" else None
+
+    def observe(self, state: Tensor | None, view: View) -> Tensor | None:
+        return None if state is None else extend_history(state, view)
+
     def score(self, state: Any, view: View) -> Tensor:
-        """[Hk, N] float64; 0 for the excluded first rows, which are protected.
-
-        Raises:
-            KvtoolError: code `policy-broken` where A cannot be factored.
-        """
-        return reduce_group(self.query_head_scores(view).scores, view.geometry.kv_heads, self.group)
-
-    def query_head_scores(self, view: View) -> Leverage:
-        """Scores [H, N] before the group is reduced, and rho [H]. Computed once per view."""
-        if self not in view.memo:
-            view.memo[self] = self._leverage_of(view)
-        found: Leverage = view.memo[self]
-        return found
+        """[Hk, N] float64; 0 for the excluded first rows, which are protected."""
+        self._weights(view, state)
+        return self._scored(view).scores
 
     def diagnose(self, state: Any, view: View) -> dict[str, Tensor]:
-        """`rho` [H]: mean leverage per value channel, in [0, 1). Near 0 the redundancy term is idle."""
-        return {"rho": self.query_head_scores(view).rho}
+        """`rho` [H]: mean leverage per value channel, in [0, 1), near 0 the redundancy term is idle; `jitter` and
+        `fallback` [H], 0 where nothing went wrong (see Scored)."""
+        found = self._scored(view)
+        return {"rho": found.rho, "jitter": found.jitter, "fallback": found.fallback}
 
-    def _leverage_of(self, view: View) -> Leverage:
+    def refine(self, scores: Tensor, view: View, allowed: list[int], shield: Protection) -> Tensor:
+        """[Hk, N]: scores that a cut at `allowed` turns into the selector's set; as they were where there is
+        nothing to choose, or where the fallback scored."""
+        if self.selector == "one_shot":
+            return scores
+        found, refined, group = self._scored(view), scores.clone(), view.geometry.group
+        for head, budget in enumerate(allowed):
+            rows, heads = view.tokens[head], slice(head * group, (head + 1) * group)
+            protected = (rows < shield.sinks) | (rows >= view.step - shield.window)
+            if bool(found.fallback[heads].any()) or not int(protected.sum()) < budget < len(rows):
+                continue
+            pool, jitter = self._pool(view, head), torch.zeros(1, dtype=torch.float64)
+            try:
+                if self.selector == "two_pass":
+                    refined[head], jitter = two_pass(pool, scores[head], protected, budget, self.weight_eps, self.group)
+                elif self.selector == "greedy":
+                    refined[head], jitter = greedy(pool, protected, budget, self.group)
+                else:
+                    refined[head], jitter = exhaustive(pool, protected, budget)
+            except ValueError:  # no factor: the one-shot set stays, and the fallback column says so
+                found.fallback[heads] = 1.0
+            torch.maximum(found.jitter[heads], jitter.expand(group), out=found.jitter[heads])
+        return refined
+
+    def query_statistics(self, view: View) -> QueryStatistics:
+        """Mean and covariance of the expected queries; of a mixture those of the whole."""
+        found = expected_statistics(view, self.source, self.exclude_statistics, self.horizon)
+        return found.diagonal_only() if self.response == "diagonal" else found
+
+    def objective(self, view: View) -> Objective | None:
+        """Weights and directions of the log-determinant whose first step the scores are; the part of A that belongs
+        to no token (a sink logit under competition) is absorbed into the directions. None where a weight is not
+        finite, so that a fallback scored."""
+        weights, directions, ridge, group = [], [], [], view.geometry.group
+        for head in range(view.geometry.kv_heads):
+            pool = self._pool(view, head)
+            weights.append(pool.weights.expand(group, -1))
+            directions.append(pool.absorbed().expand(group, -1, -1))
+            ridge.append(pool.ridge.expand(group))
+        found = Objective(torch.cat(weights), torch.cat(directions), torch.cat(ridge))
+        return found if bool(found.weights.isfinite().all() and found.directions.isfinite().all()) else None
+
+    def _weights(self, view: View, state: Any = None) -> Weights:
+        """The weights of a view, made once; the history is observed anew where nobody gave it."""
+        if self not in view.memo:
+            floor = None
+            if self.blend < 1 and self.floor == "leave_one_out":
+                floor = leave_one_out(view)
+            elif self.blend < 1:
+                known = extend_history(no_history(view.geometry), view.past()) if state is None else state
+                floor = history_of_candidates(known, view)
+            view.memo[self] = weights_of(self, view, floor)
+        found: Weights = view.memo[self]
+        return found
+
+    def _pool(self, view: View, kv_head: int) -> Pool:
+        return pool_of(self, view, self._weights(view), kv_head)
+
+    def _scored(self, view: View) -> Scored:
+        if (self, "scored") not in view.memo:
+            view.memo[self, "scored"] = self._score_all(view)
+        found: Scored = view.memo[self, "scored"]
+        return found
+
+    def _score_all(self, view: View) -> Scored:
         geometry = view.geometry
-        expected = expected_statistics(view, self.statistics, self.exclude_statistics, self.horizon)
-        scored = view.tokens >= self.exclude_first  # [Hk, N]
-        weights = torch.zeros(geometry.query_heads, view.tokens.shape[1], dtype=torch.float64)
-        ridge = torch.ones(geometry.query_heads, dtype=torch.float64)
-        for head in range(geometry.query_heads):
-            here = scored[head // geometry.group]
-            if bool(here.any()):
-                weights[head, here] = self._weights(view, expected, head, here)
-                ridge[head] = self._ridge(weights[head, here])
-        directions = view.values * scored[..., None]
-        if not self.leverage:
-            norms = directions.to(torch.float64).square().sum(-1).repeat_interleave(geometry.group, dim=0)
-            scores = weights * norms / ridge[:, None]
-            return Leverage(scores, scores.sum(1) / geometry.value_dim)
-        try:
-            return leverage_scores(directions, weights, ridge, self.weight_eps)
-        except LeverageError as error:
-            raise KvtoolError(
-                "policy-broken",
-                f"{error} (layer {geometry.layer}, step {view.step})",
-                "a smaller tau or shift=max keeps the weights finite",
-            ) from None
+        group, count = geometry.group, view.tokens.shape[1]
+        by_head = torch.zeros(geometry.query_heads, count, dtype=torch.float64)
+        jitter, fallback = (torch.zeros(geometry.query_heads, dtype=torch.float64) for _ in range(2))
+        instead: dict[int, Tensor] = {}
+        for head in range(geometry.kv_heads):
+            pool, heads = self._pool(view, head), slice(head * group, (head + 1) * group)
+            try:
+                if self.leverage:
+                    found = pool.leverage(self.weight_eps)
+                    by_head[heads], jitter[heads] = found.scores, found.jitter
+                else:
+                    by_head[heads] = pool.norms()
+            except LeverageError:
+                by_head[heads] = torch.nan
+            if not bool(by_head[heads].isfinite().all()):
+                instead[head], fallback[heads] = self._fall_back(view, head, pool)
+                by_head[heads] = 0.0
+        scores = reduce_group(by_head, geometry.kv_heads, self.group)
+        for head, replaced in instead.items():
+            scores[head] = replaced
+        return Scored(scores, by_head.sum(1) / geometry.value_dim, jitter, fallback)
 
-    def _weights(self, view: View, expected: QueryStatistics, head: int, scored: Tensor) -> Tensor:
-        """[n] float64, one query head's weights of its scored tokens."""
-        geometry = view.geometry
-        keys = view.keys[head // geometry.group][scored].to(torch.float64)
-        mean = expected.mean[head]
-        z, slope = logits_and_slope(keys, mean, geometry.scale, geometry.softcap)
-        sink = None if geometry.sink_logits is None else float(geometry.sink_logits[head])
-        weights = relevance(self.relevance, keys, mean, z, tau=self.tau, shift=self.shift, sink_logit=sink)
-        if self.sensitivity == "saturating":
-            weights = (weights * (1 - weights)).square()
-        if self.response != "none":
-            variance = response_variance(keys, slope, expected.covariance[head], self.response)
-            weights = weights * geometry.scale**2 * variance
-        return weights
-
-    def _ridge(self, weights: Tensor) -> float:
-        if self.ridge == "identity":
-            return 1.0
-        if self.ridge == "relative":
-            return float(weights.mean()) or 1.0
-        return float(self.ridge)
+    def _fall_back(self, view: View, kv_head: int, pool: Pool) -> tuple[Tensor, float]:
+        """[N] scores of a KV head whose matrix has no factor, and 1, or 2 where key norms stand in for them too."""
+        if self.fallback == "no_leverage":
+            norms = reduce_group(pool.norms(), 1, self.group)[0]
+            if bool(norms.isfinite().all()):
+                return norms, 1.0
+        lengths = torch.linalg.vector_norm(view.keys[kv_head].to(torch.float64), dim=-1)
+        return -lengths, 1.0 if self.fallback == "knorm" else 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,6 +27,16 @@ def logits_and_slope(keys: Tensor, mean: Tensor, scale: float, softcap: float | 
     return z, 1 - (z / softcap) ** 2
 
 
+def attention_at(z: Tensor, tau: float, sink_logit: float | None) -> tuple[Tensor, Tensor]:
+    """Softmax of z / tau [n], and the sink's own share: 0 without one."""
+    total = torch.logsumexp(z / tau, dim=0)
+    if sink_logit is None:
+        return torch.exp(z / tau - total), torch.zeros((), dtype=z.dtype)
+    sink = torch.tensor(sink_logit / tau, dtype=z.dtype)
+    total = torch.logaddexp(total, sink)
+    return torch.exp(z / tau - total), torch.exp(sink - total)
+
+
 def relevance(
     kind: Relevance, keys: Tensor, mean: Tensor, z: Tensor, *, tau: float, shift: Shift, sink_logit: float | None
 ) -> Tensor:
@@ -36,10 +47,7 @@ def relevance(
     changes ranks under a fixed ridge.
     """
     if kind == "softmax":
-        total = torch.logsumexp(z / tau, dim=0)
-        if sink_logit is not None:
-            total = torch.logaddexp(total, torch.tensor(sink_logit / tau, dtype=z.dtype))
-        return torch.exp(z / tau - total)
+        return attention_at(z, tau, sink_logit)[0]
     if kind == "ones":
         return torch.ones_like(z)
     if kind == "exp_dot":
@@ -61,3 +69,49 @@ def response_variance(keys: Tensor, slope: Tensor, covariance: Tensor, response:
     else:
         spread = ((keys @ covariance) * keys).sum(1)
     return slope.square() * spread.clamp_min(0)  # rounding must not make a weight negative
+
+
+@dataclass(frozen=True, eq=False)
+class CentredWeights:
+    """What one query head's tokens contribute once their common response is taken out.
+
+    Attributes:
+        weights: [n], of the directions u_i - ubar.
+        attention: [n], the weights of ubar = sum of a_i u_i.
+        sink: the weight of ubar itself, which a sink logit leaves in; 0 without one.
+    """
+
+    weights: Tensor
+    attention: Tensor
+    sink: float
+
+
+def centred_weights(
+    keys: Tensor,
+    mean: Tensor,
+    covariance: Tensor,
+    response: Response,
+    *,
+    scale: float,
+    softcap: float | None,
+    tau: float,
+    sink_logit: float | None,
+) -> CentredWeights:
+    """The softmax Jacobian with its rank-one term: s^2 a_i^2 kappa(k~_i - kbar), kbar = sum of a_j k~_j.
+
+    A sink is a token with neither key nor output: its own term has the key -kbar and the direction -ubar.
+
+    Args:
+        keys: [n, D] float64 of the pool.
+        mean, covariance: [D], [D, D] of the expected query.
+    """
+    z, slope = logits_and_slope(keys, mean, scale, softcap)
+    attention, sink = attention_at(z, tau, sink_logit)
+    if response == "none":
+        return CentredWeights(attention.square(), attention, float(sink.square()))
+    soft = slope[:, None] * keys
+    centre = attention @ soft  # [D]
+    moved = torch.cat([soft - centre, centre[None]])
+    kappa = response_variance(moved, torch.ones(len(moved), dtype=keys.dtype), covariance, response)
+    weights = scale**2 * torch.cat([attention, sink[None]]).square() * kappa
+    return CentredWeights(weights[:-1], attention, float(weights[-1]))

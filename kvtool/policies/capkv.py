@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvtool.policies.capacity import Capacity
-from kvtool.policies.capacity_weights import Relevance, Response
+from kvtool.policies.capacity_weights import Relevance, Response, Shift
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,8 @@ class CapKV(Capacity):
 
     Paper: Rethinking KV Cache Eviction via a Unified Information-Theoretic Objective, 2604.25975.
     Deviations: as kvpress's CapPress: cosine instead of the dot product, the maximum subtracted,
-    the mean query turned to future positions, the first 4 tokens kept. The published weights are
-    `relevance=exp_dot,shift=none,exclude_first=0,exclude_statistics=0`. Cost:
-    O(H·(e·D^2 + N·(D^2 + Dv^2) + Dv^3)).
+    the mean query turned to future positions, the first 4 tokens kept. The published formula is
+    `capkv-paper`. Cost: O(H·(e·D^2 + N·(D^2 + Dv^2) + Dv^3)).
 
     The page docs/policies.md explains every parameter.
     """
@@ -29,3 +28,22 @@ class CapKV(Capacity):
     response: Response = "none"
     weight_eps: float = 1e-6
     exclude_first: int = 4
+
+
+@dataclass(frozen=True)
+class CapKVPaper(CapKV):
+    """The published formula of CapKV: weights exp(tau·z) of the logit itself, nothing subtracted, nothing left out.
+
+    Paper: Rethinking KV Cache Eviction via a Unified Information-Theoretic Objective, 2604.25975.
+    Deviations: the logit carries the layer's scale and the mean query is turned to future
+    positions, which the paper leaves open. Cost: as `capkv`. Logits are not bounded, so weights may
+    overflow; then the fallback scores, and the run says so.
+
+    The page docs/policies.md explains every parameter.
+    """
+
+    relevance: Relevance = "exp_dot"
+    shift: Shift = "none"
+    weight_eps: float = 0.0
+    exclude_first: int = 0
+    exclude_statistics: int = 0

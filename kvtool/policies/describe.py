@@ -43,7 +43,8 @@ def describe_policies(names: list[str] | None = None) -> list[dict[str, Any]]:
                 "name": spec.name,
                 "idea": text.split("\n\n")[0].replace("\n", " "),
                 "text": text,
-                "oracle": cls.oracle,
+                # both may depend on parameters, so that only an instance knows
+                "oracle": cls().oracle if _has_defaults(cls) else cls.oracle is True,
                 "needs": list(cls().needs) if _has_defaults(cls) else [],
                 "parameters": [
                     {

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvtool.policies.group import reduce_group
 from kvtool.policies.parameters import Reducer, check_at_least, check_choices
 from kvtool.policies.policy import Policy, Protection
-from kvtool.policies.query_statistics import expected_statistics, past_statistics
+from kvtool.policies.query_source import QuerySource
+from kvtool.policies.query_statistics import QueryStatistics, expected_statistics, past_statistics
 from kvtool.view import View
 
 
@@ -68,10 +69,14 @@ class ExpectedAttention(Policy):
         weighted = (attention + self.epsilon) * self._value_factor(view) if self.value != "none" else attention
         return reduce_group(weighted.masked_fill(excluded, 0.0), geometry.kv_heads, self.group)
 
+    def query_statistics(self, view: View) -> QueryStatistics:
+        """Of the un-rotated past queries, turned by the mean rotation to come."""
+        return expected_statistics(view, QuerySource("rope_mean"), self.sinks, self.horizon)
+
     def _log_expected(self, view: View) -> Tensor:
         """[H, N] float64, log of the expected exponential of each token's logit."""
         if not self.exact or view.rotation is None:
-            expected = expected_statistics(view, "rope_mean", self.sinks, self.horizon)
+            expected = self.query_statistics(view)
             return self._log_moment(view, expected.mean, expected.covariance if self.covariance else None)
         past, rotation = past_statistics(view, "rope_mean", self.sinks), view.rotation
         # covariance = root^T root, so that rotating the rows of root rotates the covariance

@@ -13,11 +13,9 @@ class Jacap(Capacity):
     the spread of its logit, and keeps what adds most to the capacity of the linearised output.
 
     The weights are w_i = s^2 [a_i (1 - a_i)]^2 k_i^T diag(covariance) k_i with a = softmax(z / tau)
-    at the expected query. Deviations: none known; the response of other tokens (competition) and
-    a factor 1/tau^2 are left out as in the method itself. Cost:
+    at the expected query. It is `capacity` without parameters. Deviations: none known; the response
+    of other tokens (competition) and a factor 1/tau^2 are left out as in the method itself. Cost:
     O(H·(e·D^2 + N·(D^2 + Dv^2) + Dv^3)).
 
     The page docs/policies.md explains every parameter.
     """
-
-    tau: float = 10.0

@@ -8,9 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvtool.errors import KvtoolError
+from kvtool.policies.query_source import QuerySource
 from kvtool.view import View
 
 StatisticsSource = Literal["rope_mean", "prompt"]
+VARIANCE_FLOOR = 1e-6  # of the moving average, whose variance vanishes when its newest queries agree
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,28 +33,76 @@ class QueryStatistics:
         """[H, D], the diagonal of the covariance."""
         return self.covariance.diagonal(dim1=1, dim2=2)
 
+    def diagonal_only(self) -> QueryStatistics:
+        """The same without covariances of different channels."""
+        return QueryStatistics(self.mean, torch.diag_embed(self.variance))
 
-def past_statistics(view: View, source: StatisticsSource, exclude: int) -> QueryStatistics:
-    """Statistics of all queries before the event but the first `exclude`, evicted tokens' included.
 
-    The first queries are outliers in most models. The newest query always stays in, so that an
-    event right after the start of a sequence has statistics at all.
+def first_counted(view: View, exclude: int) -> int:
+    """The first row that statistics read: the newest query always stays in, so that an event right after the
+    start of a sequence has statistics at all."""
+    return max(0, min(exclude, view.step - 1))
 
-    Args:
-        source: `rope_mean` un-rotates the queries, `prompt` takes them as they were used.
-    """
-    first = max(0, min(exclude, view.step - 1))
-    read = view.queries if source == "prompt" else view.unrotated_queries
-    queries = read(first, view.step)  # [H, n, D]
+
+def statistics_of(queries: Tensor, shares: Tensor | None = None) -> QueryStatistics:
+    """Mean and covariance of `queries` [H, n, D], each weighted by `shares` [n] that add up to 1, or evenly."""
     heads, count, dim = queries.shape
     mean = torch.empty(heads, dim, dtype=torch.float64)
     covariance = torch.empty(heads, dim, dim, dtype=torch.float64)
     for head in range(heads):  # one head in float64 at a time: a whole layer of them would double the memory
         wide = queries[head].to(torch.float64)
-        mean[head] = wide.mean(0)
-        centred = wide - mean[head]
-        covariance[head] = centred.T @ centred / count
+        if shares is None:
+            mean[head] = wide.mean(0)
+            centred = wide - mean[head]
+            covariance[head] = centred.T @ centred / count
+        else:
+            mean[head] = shares @ wide
+            centred = wide - mean[head]
+            covariance[head] = centred.T @ (shares[:, None] * centred)
     return QueryStatistics(mean, covariance)
+
+
+def past_statistics(view: View, source: StatisticsSource, exclude: int) -> QueryStatistics:
+    """Statistics of all queries before the event but the first `exclude`, evicted tokens' included.
+
+    The first queries are outliers in most models.
+
+    Args:
+        source: `rope_mean` un-rotates the queries, `prompt` takes them as they were used.
+    """
+    read = view.queries if source == "prompt" else view.unrotated_queries
+    return statistics_of(read(first_counted(view, exclude), view.step))
+
+
+def moving_average(view: View, beta: float, exclude: int) -> QueryStatistics:
+    """m <- beta m + (1 - beta) q over the queries in order, and likewise the second moment, from zero, each divided
+    by 1 - beta^n at the end; the variance of a channel is at least VARIANCE_FLOOR.
+
+    Written as a weighted mean, where nothing cancels.
+    """
+    first = first_counted(view, exclude)
+    age = torch.arange(view.step - first - 1, -1, -1, dtype=torch.float64)
+    shares = beta**age
+    found = statistics_of(view.queries(first, view.step), shares / shares.sum())
+    short = (VARIANCE_FLOOR - found.variance).clamp_min(0)
+    return QueryStatistics(found.mean, found.covariance + torch.diag_embed(short))
+
+
+def future_statistics(view: View) -> QueryStatistics:
+    """Statistics of the evaluated steps' own queries, for oracles.
+
+    Raises:
+        KvtoolError: code `no-queries` where there are none.
+    """
+    future = view.future
+    if future.steps.numel() == 0:
+        raise KvtoolError(
+            "no-queries",
+            f"statistics=future needs queries at or after step {view.step}, and layer {view.geometry.layer} has none",
+            "evict earlier, or capture more tokens",
+        )
+    rows = torch.searchsorted(future.layer.query_steps, future.steps)
+    return statistics_of(future.layer.queries[:, rows])
 
 
 def mean_rotation(view: View, horizon: int) -> Tensor:
@@ -63,14 +114,26 @@ def mean_rotation(view: View, horizon: int) -> Tensor:
     return rotation.mean_matrix(view.next_positions(horizon), dim)
 
 
-def expected_statistics(view: View, source: StatisticsSource, exclude: int, horizon: int) -> QueryStatistics:
+def turned(past: QueryStatistics, turn: Tensor) -> QueryStatistics:
+    """The statistics after the linear map `turn` [D, D]."""
+    return QueryStatistics(past.mean @ turn.T, turn @ past.covariance @ turn.T)
+
+
+def expected_statistics(view: View, source: QuerySource, exclude: int, horizon: int) -> QueryStatistics:
     """Statistics of the queries to come.
 
-    `rope_mean` rotates mean and covariance by the mean rotation of the next `horizon` positions
-    (Expected Attention, 2510.00636); `prompt` expects the past to go on, rotation included.
+    `rope_mean` rotates mean and covariance of un-rotated queries by the mean rotation of the next
+    `horizon` positions (Expected Attention, 2510.00636), and so does `mixture`, whose overall
+    statistics are the same. `prompt`, `window` (the newest n) and `ema` expect the past to go on,
+    rotation included. `future` looks.
     """
-    past = past_statistics(view, source, exclude)
-    if source == "prompt":
-        return past
-    turn = mean_rotation(view, horizon)
-    return QueryStatistics(past.mean @ turn.T, turn @ past.covariance @ turn.T)
+    if source.kind == "future":
+        return future_statistics(view)
+    if source.kind == "ema":
+        return moving_average(view, float(source.number or 0), exclude)
+    if source.kind == "window":
+        first = max(first_counted(view, exclude), view.step - source.count)
+        return statistics_of(view.queries(first, view.step))
+    if source.kind == "prompt":
+        return past_statistics(view, "prompt", exclude)
+    return turned(past_statistics(view, "rope_mean", exclude), mean_rotation(view, horizon))

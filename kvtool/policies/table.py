@@ -17,11 +17,16 @@ BUILT_IN: dict[str, str] = {
     "observed-attention": "kvtool.policies.observed_attention:ObservedAttention",
     "snapkv": "kvtool.policies.snapkv:SnapKV",
     "expected-attention": "kvtool.policies.expected_attention:ExpectedAttention",
+    "capacity": "kvtool.policies.capacity:Capacity",
     "capkv": "kvtool.policies.capkv:CapKV",
+    "capkv-paper": "kvtool.policies.capkv:CapKVPaper",
     "jacap": "kvtool.policies.jacap:Jacap",
     "oracle-mass": "kvtool.policies.oracle_mass:OracleMass",
     "oracle-caote": "kvtool.policies.oracle_caote:OracleCAOTE",
 }
+
+# What `all` stands for: `capacity` without parameters is `jacap` once more.
+ALL: tuple[str, ...] = tuple(name for name in BUILT_IN if name != "capacity")
 
 # Methods that pick other tokens for every query: nothing leaves the cache, so there is no
 # evict_step and no replay. They are refused by name rather than called unknown.

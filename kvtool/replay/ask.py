@@ -62,9 +62,7 @@ def scores_of(label: str, policy: Policy, layer: Layer, view: View) -> tuple[Ten
 def state_of(label: str, policy: Policy, layer: Layer, view: View) -> Any:
     """The state of `policy` just before the event of `view`, built up from the first token."""
     with blaming(label, layer, view):
-        rows = torch.arange(view.step).expand(layer.geometry.kv_heads, -1)
-        past = View(layer, view.step, rows, 0, torch.full_like(rows, layer.tokens), view.steps_ahead)
-        return policy.observe(policy.start(layer.geometry), past)
+        return policy.observe(policy.start(layer.geometry), view.past())
 
 
 def scores_with(label: str, policy: Policy, layer: Layer, view: View, state: Any) -> Tensor:

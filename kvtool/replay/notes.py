@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Literal
 
+import torch
+
 from kvtool.layer import Geometry
 from kvtool.replay.plan import Cell
 from kvtool.retained import RetainedSet
 
-Kind = Literal["overfull", "no-effect"]
+NONE = torch.zeros(1)
+SAID = {
+    "no-effect": "had no effect in {where}: the budget covers every candidate",
+    "jitter": "needed a raised diagonal to factor a matrix in {where}; the column `jitter` says by how much",
+    "fallback": "could not factor a matrix in {where}, so the declared fallback scored there (column `fallback`)",
+    "knorm": "could not factor a matrix in {where} and its fallback was not finite either, so key norms scored there",
+}
+Kind = Literal["overfull", "no-effect", "jitter", "fallback", "knorm"]
 
 
 def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int, layer: int) -> list[dict[str, Any]]:
@@ -21,6 +30,13 @@ def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int,
     asked = cell.budget.ratio is None or cell.budget.ratio > 0
     if asked and not cell.policy.skips(donor) and bool((retained.evict_step == retained.tokens).all()):
         kinds.append("no-effect")
+    if bool((event.diagnostics.get("jitter", NONE) > 0).any()):
+        kinds.append("jitter")
+    fallback = event.diagnostics.get("fallback", NONE)
+    if bool((fallback == 1).any()):
+        kinds.append("fallback")
+    if bool((fallback == 2).any()):
+        kinds.append("knorm")
     return [
         {
             "kind": kind,
@@ -60,5 +76,5 @@ def sentences(notes: list[dict[str, Any]], policies: int, units: int) -> list[st
                     "sinks were kept first, then the newest, so scores decided nothing there"
                 )
             else:
-                said.append(f"{asked}: {who} had no effect in {where}: the budget covers every candidate")
+                said.append(f"{asked}: {who} {SAID[kind].format(where=where)}")
     return said

@@ -15,7 +15,7 @@ from kvtool.decomposition.settings import Decompose
 from kvtool.errors import KvtoolError
 from kvtool.manifest import parameters, source_digest
 from kvtool.metrics.predicted_kl import WINDOW
-from kvtool.policies import BUILT_IN, Policy, Protection, policy_from_text
+from kvtool.policies import ALL, Policy, Protection, policy_from_text
 from kvtool.registry import did_you_mean, spell
 from kvtool.schedule import PromptEnd
 
@@ -149,7 +149,7 @@ def make_plan(
     sizes = sizes or [Budget.from_ratio(r) for r in ("0.5", "0.75", "0.9")]
     words: list[str] = []
     for word in policies:
-        words.extend(BUILT_IN if word == "all" else [word])
+        words.extend(ALL if word == "all" else [word])
     chosen: dict[str, Policy] = {}
     for word in [*words, *(CONTROLS if controls else ())]:
         name, policy = policy_from_text(word)

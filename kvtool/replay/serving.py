@@ -10,6 +10,7 @@ from kvtool.metrics import PredictedKL, columns
 from kvtool.policies import BUILT_IN, Policy, policy_from_text
 from kvtool.replay.decide import donor_of
 from kvtool.rotation import Rotation
+from kvtool.view import gradients_missing
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def missing_for(policy: Policy, donor: Layer, step: int) -> str | None:
         return f"{where} has a rotation that is known for its own rows only, not for future positions"
     if "output-projection" in policy.needs and not donor.has("output_projection"):
         return f"{where} has no output projection"
+    if "prompt-gradients" in policy.needs and (lacking := gradients_missing(donor, step)) is not None:
+        return lacking[0]
     if policy.oracle and not bool((steps >= step).any()):
         return f"{where} has no query after the event, and an oracle needs the future"
     return None

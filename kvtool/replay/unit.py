@@ -46,7 +46,8 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
         heads, alone = _columns(partial)
         block = None if found.gradients is None else found.gradients.block
         heads |= {"predicted_kl_block": [block] * layer.geometry.query_heads}
-        heads |= {"rho": [None] * layer.geometry.query_heads}  # one schema, whichever policies ran
+        empty = [None] * layer.geometry.query_heads
+        heads |= {"rho": empty, "jitter": empty, "fallback": empty}  # one schema, whichever policies ran
         if donor is layer:  # a donor's diagnostics speak of the donor's query heads
             heads |= {name: nullable(values) for name, values in event.diagnostics.items()}
         counted = {"candidates": count, "ties": int(event.ties.sum())}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtool.policies import BUILT_IN
+from kvtool.policies import ALL
 
 _spec = importlib.util.spec_from_file_location("goldens_record", Path(__file__).with_name("record.py"))
 assert _spec is not None
@@ -42,7 +42,7 @@ def test_the_trace_is_the_recorded_one(name: str) -> None:
 
 
 def test_every_policy_is_covered(name: str) -> None:
-    assert {key.split()[0] for key in golden(name)["cells"]} == set(BUILT_IN)
+    assert {key.split()[0] for key in golden(name)["cells"]} == set(ALL)
 
 
 def test_decisions(name: str) -> None:
