@@ -18,6 +18,7 @@ from kvtool.layer import Layer
 from kvtool.view import View
 
 NOISES = ("unit", "scaled")  # sigma^2 = 1, and the mean variance of a channel of f_P
+MEASURED = ("capacity_mc", "capacity_mc_se", "capacity_mc_saturated", "shape_gap")
 Columns = dict[str, Tensor]  # name -> [G] float64, NaN is undefined
 
 
@@ -122,23 +123,24 @@ class KVHead:
         found: Columns = {}
         by_kind = {kind: capacities(scattered[kind], self.noises) for kind in KINDS}
         gauss = capacities(output_covariance(outputs), self.noises)
+        told = self._measured(outputs, gauss)
         for index, noise in enumerate(NOISES):
             found[f"sigma2_{noise}"] = self.noises[:, index]
             found |= {f"capacity_{kind}_{noise}": by_kind[kind][:, index] for kind in KINDS}
             found[f"capacity_gauss_{noise}"] = gauss[:, index]
-            found |= self._measured(outputs, index, gauss[:, index], noise)
+            found |= {f"{name}_{noise}": column for name, column in zip(MEASURED, told[index], strict=True)}
             found[f"taylor_capacity_gap_{noise}"] = gauss[:, index] - by_kind["full"][:, index]
         return found
 
-    def _measured(self, outputs: Tensor, index: int, gauss: Tensor, noise: str) -> Columns:
-        """The Monte-Carlo capacity, its standard error, whether it is saturated (1 or 0), and the shape gap."""
-        told = torch.full((4, len(self.draws)), torch.nan, dtype=torch.float64)
+    def _measured(self, outputs: Tensor, gauss: Tensor) -> Tensor:
+        """[2, 4, G]: at each noise the columns `MEASURED`, saturated as 1 or 0."""
+        told = torch.full((len(NOISES), len(MEASURED), len(self.draws)), torch.nan, dtype=torch.float64)
         for head, draws in enumerate(self.draws):
-            sigma2, most = float(self.noises[head, index]), float(gauss[head])
-            if sigma2 > 0:
-                one = mutual_information(outputs[head], sigma2, draws, most)
-                gap = torch.nan if one.saturated else most - one.nats
+            sound = [i for i in range(len(NOISES)) if float(self.noises[head, i]) > 0]
+            most = [float(gauss[head, i]) for i in sound]
+            found = mutual_information(outputs[head], [float(self.noises[head, i]) for i in sound], draws, most)
+            for index, one, limit in zip(sound, found, most, strict=True):
+                gap = torch.nan if one.saturated else limit - one.nats
                 numbers = [one.nats, one.standard_error, float(one.saturated), gap]
-                told[:, head] = torch.tensor(numbers, dtype=torch.float64)
-        names = ("capacity_mc", "capacity_mc_se", "capacity_mc_saturated", "shape_gap")
-        return {f"{name}_{noise}": column for name, column in zip(names, told, strict=True)}
+                told[index, :, head] = torch.tensor(numbers, dtype=torch.float64)
+        return told

@@ -46,32 +46,36 @@ class Information:
     saturated: bool
 
 
-def mutual_information(outputs: Tensor, sigma2: float, draws: Draws, most: float) -> Information:
-    """I(q; f(q) + noise) for q drawn evenly from F queries and noise of variance sigma^2 in every channel.
+def mutual_information(outputs: Tensor, noises: list[float], draws: Draws, most: list[float]) -> list[Information]:
+    """I(q; f(q) + noise) for q drawn evenly from F queries, at several noises.
 
     f(q) + noise is a mixture of F Gaussians, so each draw's information is minus the log of the mean over j of
     exp(-(|f_i - f_j|^2 + 2 sigma n·(f_i - f_j)) / (2 sigma^2)): at most log F, since j = i adds 1 to the sum.
 
     Args:
         outputs: [F, Dv].
-        most: the Gaussian capacity at this noise, which no distribution of this covariance exceeds.
+        noises: variances sigma^2 > 0, the same in every channel.
+        most: the Gaussian capacity at each noise, which no distribution of this covariance exceeds.
     """
     count = outputs.shape[0]
     if count == 1:
-        return Information(0.0, 0.0, False)
-    sigma = math.sqrt(sigma2)
-    scaled = outputs / sigma
-    scaled = scaled - scaled.mean(0)  # distances by products lose less around the mean
-    square = scaled.square().sum(1)
-    between = (square[:, None] + square[None, :] - 2 * scaled @ scaled.T).clamp_min(0) / 2
-    between.fill_diagonal_(0.0)
-    told = []
+        return [Information(0.0, 0.0, False) for _ in noises]
+    around = outputs - outputs.mean(0)  # distances by products lose less around the mean
+    square = around.square().sum(1)
+    halves = (square[:, None] + square[None, :] - 2 * around @ around.T).clamp_min(0) / 2  # |f_i - f_j|^2 / 2
+    halves.fill_diagonal_(0.0)
+    told: list[list[Tensor]] = [[] for _ in noises]
     for start in range(0, draws.queries.numel(), BLOCK_DRAWS):
         chosen = draws.queries[start : start + BLOCK_DRAWS]
-        along = draws.noise[start : start + BLOCK_DRAWS] @ scaled.T  # [m, F], n·f_j / sigma
+        along = draws.noise[start : start + BLOCK_DRAWS] @ around.T  # [m, F], n·f_j
         along -= along.gather(1, chosen[:, None])
-        told.append(math.log(count) - torch.logsumexp(along - between[chosen], dim=1))
-    each = torch.cat(told)
-    mean, error = float(each.mean()), float(each.std()) / math.sqrt(each.numel())
-    nats = max(0.0, min(mean, math.log(count), most))
-    return Information(nats, error, nats > SATURATED * math.log(count))
+        apart = halves[chosen]
+        for blocks, sigma2 in zip(told, noises, strict=True):
+            exponent = torch.add(along / math.sqrt(sigma2), apart, alpha=-1 / sigma2)
+            blocks.append(math.log(count) - torch.logsumexp(exponent, dim=1))
+    return [_information(torch.cat(blocks), count, limit) for blocks, limit in zip(told, most, strict=True)]
+
+
+def _information(each: Tensor, count: int, most: float) -> Information:
+    nats = max(0.0, min(float(each.mean()), math.log(count), most))
+    return Information(nats, float(each.std()) / math.sqrt(each.numel()), nats > SATURATED * math.log(count))

@@ -6,6 +6,7 @@ from kvtool.decomposition.center import source_of
 from kvtool.decomposition.settings import DRAWS, EXCLUDE, Decompose
 from kvtool.errors import KvtoolError
 from kvtool.layer import Layer
+from kvtool.policies import Policy
 from kvtool.replay.plan import Plan
 from kvtool.rotation import Rotation
 from kvtool.trace import Sequence
@@ -13,7 +14,7 @@ from kvtool.words import spans
 
 EXPONENTIAL = 8  # what an exponential costs, in multiplications
 CALL_CELL, CALL_HEAD = 2e7, 1e7  # what one cell of a layer costs the replay, and one of its heads the decomposition
-SUBSET = 500  # what a policy's objective costs on one subset of a sub-cache
+DAMAGE, RUNGS = 6e3, 4e4  # what a subset of a sub-cache costs by itself, and for a policy with an objective
 
 Work = list[tuple[Sequence, int, int]]
 
@@ -112,9 +113,9 @@ def stated_cost(plan: Plan, work: Work) -> str:
         if asked.samples and unprotected(layer, step, plan) >= asked.pool:
             sub_caches += asked.samples * geometry.kv_heads
             sets = asked.samples * asked.subsets * geometry.query_heads
-            studied = sum(not policy.keeps_all for _, policy in plan.policies)
-            added += sets * (queries * geometry.value_dim + studied * SUBSET)
+            searching = sum(type(policy).objective is not Policy.objective for _, policy in plan.policies)
+            added += sets * (queries * geometry.value_dim + DAMAGE + searching * RUNGS)
     text = f"decomposing {len(plan.cells)} cells x {heads} query heads x up to {most} queries"
     if sub_caches:
         text += f", and exact search over {asked.subsets:,} subsets in each of {sub_caches:,} sub-caches"
-    return f"{text}: roughly {added / alone:.0f} times the work of the replay alone"
+    return f"{text}: roughly {max(1.0, added / alone):,.0f} times the work of the replay alone"

@@ -11,13 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtool.decomposition.covariance_space import capacities, output_covariance
-from kvtool.decomposition.monte_carlo import Draws, mutual_information
+from kvtool.decomposition.monte_carlo import Draws, Information
+from kvtool.decomposition.monte_carlo import mutual_information as at_noises
 
 torch.set_num_threads(1)
 
 
 def draws(queries, width, count=10_000, seed=0):
     return Draws.from_stream(np.random.default_rng(seed), count, queries, width)
+
+
+def mutual_information(outputs, sigma2, drawn, most) -> Information:
+    """At one noise, and the same beside another one."""
+    (alone,) = at_noises(outputs, [sigma2], drawn, [most])
+    assert at_noises(outputs, [3.0, sigma2], drawn, [most, most])[1] == alone
+    return alone
 
 
 def gauss(outputs, sigma2):
