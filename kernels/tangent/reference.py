@@ -82,6 +82,15 @@ class Tangent:
             found[head] = ((a * (1 - a))[:, None] * self.directions).T @ self._scaled_keys(head)
         return self.scale * found
 
+    def concentrated_matrix(self) -> Tensor:
+        """[G, Dv, D], s sum_i a_i^2 u_i (k~_i - kbar)^T: what is left of J - JD if zbar, the shift that all logits
+        share, is subtracted from every z'_i before competition is dropped. Small where weight is spread."""
+        found = self.weights.new_empty(self.weights.shape[0], self.directions.shape[1], self.keys.shape[1])
+        for head, a in enumerate(self.weights):
+            keys = self._scaled_keys(head)
+            found[head] = (a.square()[:, None] * self.directions).T @ (keys - a @ keys)
+        return self.scale * found
+
     def _scaled_keys(self, head: int) -> Tensor:
         """[n, D], k~_i."""
         return self.slopes[head][:, None] * self.keys

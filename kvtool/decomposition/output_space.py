@@ -30,6 +30,7 @@ class OutputTerms:
         pool, kept: [G, F, Dv], f_P and f_C at the queries.
         signal: [G, F, Dv], f_C(q) - f_C(mu): what there is to explain.
         parts: name of `TERMS` -> [G, F, Dv].
+        unshared: [G, F, Dv], what is left of `diagonal` without the shift that all logits share.
         total: [G, F, Dv], computed on its own.
     """
 
@@ -37,6 +38,7 @@ class OutputTerms:
     kept: Tensor
     signal: Tensor
     parts: dict[str, Tensor]
+    unshared: Tensor
     total: Tensor
 
     @classmethod
@@ -52,7 +54,8 @@ class OutputTerms:
             "taylor": signal - straight,
             "diagonal": shift @ (full - diagonal).transpose(1, 2),
         }
-        return cls(pool, kept, signal, parts, pool - (middle + alone))
+        unshared = shift @ tangent.concentrated_matrix().transpose(1, 2)
+        return cls(pool, kept, signal, parts, unshared, pool - (middle + alone))
 
     def columns(self) -> dict[str, Tensor]:
         """[G] each; NaN where f_P is zero at every query."""
@@ -62,6 +65,7 @@ class OutputTerms:
             return (vectors.square().sum((1, 2)) / square).sqrt()
 
         found = {f"e_{name}": relative(self.parts[name]) for name in TERMS}
+        found["e_diagonal_unshared"] = relative(self.unshared)
         found |= {"e_total": relative(self.total), "tangent_signal": relative(self.signal)}
         for one, other in PAIRS:
             found[f"cross_{one}_{other}"] = 2 * (self.parts[one] * self.parts[other]).sum((1, 2)) / square

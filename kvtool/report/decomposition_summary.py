@@ -20,6 +20,7 @@ MEANING = {
     "selection": "tokens left that the queries needed, which only another choice of tokens mends",
     "taylor": "queries scatter too far for one tangent, which several centres (statistics=mixture:K) may mend",
     "diagonal": "common shifts of all logits, which centred competition removes",
+    "concentrated": "few tokens hold most of the weight and compete for it, which centred competition keeps",
 }
 
 
@@ -105,7 +106,7 @@ def error_verdicts(result: Result) -> list[str]:
     """Per ratio or budget one sentence for every term that is the largest for some policy: whose it is and where,
     and where the other terms lead. Then, once, what to make of the terms that were named."""
     said: list[str] = []
-    named: set[str] = set()
+    named: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for section in error_sections(result):
         contenders = [line for line in section.lines if line.policy not in CONTROLS]
         for term in TERMS:
@@ -113,21 +114,34 @@ def error_verdicts(result: Result) -> list[str]:
             if lines:
                 text, leading = _verdict(term, lines, section)
                 said.append(f"{section.asked}: {text}")
-                named |= leading
-    return said + [f"{NAMES[term]}: {MEANING[term]}" for term in TERMS if term in named]
+                for name, rows in leading.items():
+                    named[name] += rows
+    return said + [f"{NAMES[term]}: {MEANING[kind]}" for term in TERMS for kind in _kinds(term, named)]
 
 
-def _verdict(term: str, lines: list[Errors], section: ErrorSection) -> tuple[str, set[str]]:
-    """What is said of the policies for which `term` is the largest, and the terms that it names."""
+def _kinds(term: str, named: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """What to make of `term` in the rows in which it leads. Dropped competition has two causes: a shift that all
+    logits share, which is most of the term where it is, or weight that few tokens hold."""
+    if term not in named:
+        return []
+    if term != "diagonal":
+        return [term]
+    left = [row["e_diagonal_unshared"] / row["e_diagonal"] for row in named[term] if row["e_diagonal"]]
+    return ["diagonal" if not left or median(left) < 0.5 else "concentrated"]
+
+
+def _verdict(term: str, lines: list[Errors], section: ErrorSection) -> tuple[str, dict[str, list[dict[str, Any]]]]:
+    """What is said of the policies for which `term` is the largest, and the terms that it names with their rows."""
     text = f"{NAMES[term]} is the largest error of {_listed([line.policy for line in lines])}"
     every = {row["layer"] for members in section.rows.values() for row in members}
-    named = {term}
+    named = {}
     for name in sorted(TERMS, key=lambda other: other != term):
         layers = _leading(name, lines)
         if not layers and name != term:
             continue
-        named.add(name)
-        rows = [row for line in lines for row in section.rows[line.policy] if not layers or row["layer"] in layers]
+        rows = named[name] = [
+            row for line in lines for row in section.rows[line.policy] if not layers or row["layer"] in layers
+        ]
         against = [row[f"e_{name}"] / row["tangent_signal"] for row in rows if row["tangent_signal"]]
         size = f" {median(against):.1f}x the tangent signal" if against else ""
         where = f"in layer{'s' * (len(layers) > 1)} {spans(layers)}"
@@ -183,7 +197,7 @@ def _mean(rows: Iterable[dict[str, Any]], column: str) -> float:
 
 
 def ladder_verdicts(result: Result) -> list[str]:
-    """For every policy with an objective: how much damage it caused beyond the best set, and which step bought it."""
+    """For every policy with an objective: how much damage it does beyond the best set, and the dearest step."""
     asked = result.manifest["replay"]["decompose"]
     said = []
     for line in ladders(result):
@@ -192,6 +206,6 @@ def ladder_verdicts(result: Result) -> list[str]:
         step = max(line.steps, key=lambda name: line.steps[name] if line.steps else 0.0)
         said.append(
             f"keeping {asked['keep']} of {asked['pool']} tokens: {line.policy} damages the output by {line.total:.3g} "
-            f"of its energy more than the best set; {step} bought {line.steps[step]:.3g} of it"
+            f"of its energy more than the best set; the dearest step is {step}, {line.steps[step]:+.3g}"
         )
     return said

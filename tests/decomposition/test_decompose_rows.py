@@ -102,6 +102,7 @@ def slow_row(layer: Any, head: int, kept: list[int], mean: torch.Tensor, lam: to
         "diagonal": shift @ (full - diagonal).T,
         "total": f_pool - middle - shift @ diagonal.T,
         "signal": f_kept - middle,
+        "diagonal_unshared": geometry.scale * shift @ (u.T @ torch.diag(a**2) @ (k - a @ k)).T,
     }
     square = float(f_pool.square().sum())
     found: dict[str, Any] = {"sigma2_scaled": float(torch.cov(f_pool.T, correction=0).trace() / u.shape[1])}
@@ -129,6 +130,7 @@ def slow_row(layer: Any, head: int, kept: list[int], mean: torch.Tensor, lam: to
         dots = {
             name: torch.stack([(layer.output_gradients[:, head, i] * v[i]).sum(-1) for i in range(len(steps))])
             for name, v in vectors.items()
+            if name != "diagonal_unshared"
         }
         drawn = len(steps) - 1  # nothing was drawn at the last step
         for name, dot in dots.items():

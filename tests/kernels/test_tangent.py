@@ -120,6 +120,20 @@ def test_any_shape_equals_the_explicit_jacobian(group, count, tokens, dim, width
     assert tangent_at(centre, keys, directions, **how).weights.shape == (group, tokens)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_what_common_shifts_leave_of_dropped_competition(case):
+    queries, keys, directions, centre, how = problem(**case)
+    tangent = tangent_at(centre, keys, directions, **how)
+    shift = queries - centre[:, None]
+    moved = tangent.responses(shift)
+    a = tangent.weights[:, None]
+    centred = moved - (a * moved).sum(-1, keepdim=True)
+    alone = (a * (1 - a) * centred) @ directions
+    found = shift @ tangent.concentrated_matrix().transpose(1, 2)
+    assert torch.allclose(found, tangent.full(shift) - alone, rtol=0, atol=1e-13)
+    assert found.abs().max() > 1e-3
+
+
 def test_one_token_does_not_respond_and_a_sink_makes_it_respond():
     queries, keys, directions, centre, how = problem(tokens=1)
     alone = tangent_at(centre, keys, directions, **how)
