@@ -60,6 +60,7 @@ def decomposition_tables(result: Result, width: int | None = None) -> list[Any]:
     columns = list(offered)
     if width is not None:
         wide = {name: max([len(name), *(len(row[name]) for _, row in lines)]) for name in ("policy", *offered)}
+        wide["policy"] = max(wide["policy"], *(len(section.asked) for section in found))
         for name in _GIVES_WAY:
             if sum(wide[c] + 3 for c in ("policy", *columns)) + 1 <= width:
                 break
