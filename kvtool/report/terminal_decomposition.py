@@ -23,7 +23,8 @@ _COLUMNS = ("selection", "Taylor", "diagonal", "total", "signal", "largest", "in
 _NATS = "nats: sel. / Tay. / diag."
 # The order in which columns give way on a narrow terminal.
 _GIVES_WAY = ("worst head", _NATS, "signal", "in layers", "largest")
-_LONGEST = 16  # characters of a list of layers
+_LONGEST, _LONGEST_NAME = 16, 36  # characters of a list of layers, and of a policy before it is folded
+_SHORT = {"selection": "select.", "renormalisation": "renorm.", "information": "inform.", "linearity": "linear."}
 
 
 def _cells(line: Errors, layers: int) -> dict[str, str]:
@@ -60,7 +61,7 @@ def decomposition_tables(result: Result, width: int | None = None) -> list[Any]:
     columns = list(offered)
     if width is not None:
         wide = {name: max([len(name), *(len(row[name]) for _, row in lines)]) for name in ("policy", *offered)}
-        wide["policy"] = max(wide["policy"], *(len(section.asked) for section in found))
+        wide["policy"] = min(max(wide["policy"], *(len(section.asked) for section in found)), _LONGEST_NAME)
         for name in _GIVES_WAY:
             if sum(wide[c] + 3 for c in ("policy", *columns)) + 1 <= width:
                 break
@@ -69,11 +70,14 @@ def decomposition_tables(result: Result, width: int | None = None) -> list[Any]:
     asked = result.manifest["replay"]["decompose"]
     caption = (
         "Medians over heads, relative to the output over the whole pool. selection: what eviction itself did; Taylor: "
-        "what linearising costs; diagonal: what dropping competition costs; total: the local picture against the "
-        "truth; signal: what there is to explain. largest: in how many heads it is the largest of the three."
+        "what linearising costs; diagonal: what dropping competition costs; total: the local picture against the truth."
     )
-    if _NATS in columns:
-        caption += " nats: the same terms in nats per step, each head alone."
+    explained = {
+        "signal": "signal: what there is to explain.",
+        "largest": "largest: in how many heads it is the largest of the three.",
+        _NATS: "nats: the same terms in nats per step, each head alone.",
+    }
+    caption = " ".join([caption, *(text for name, text in explained.items() if name in columns)])
     table = Table(
         title=f"decomposition, centre {asked['center']} where a policy has none of its own",
         title_justify="left",
@@ -111,10 +115,9 @@ def _ladder(result: Result) -> list[Any]:
         caption_justify="left",
     )
     table.add_column("policy", overflow="fold")
-    short = {"renormalisation": "renorm.", "information": "inform."}
-    for name in ("regret", *(short.get(step, step) for step in STEPS)):
+    for name in ("regret", *(_SHORT.get(step, step) for step in STEPS)):
         table.add_column(name, justify="right", no_wrap=True)
     for line in found:
-        steps = ["-"] * len(STEPS) if line.steps is None else [f"{line.steps[step]:+.3f}" for step in STEPS]
+        steps = ["-"] * len(STEPS) if line.steps is None else [f"{line.steps[step]:+.2f}" for step in STEPS]
         table.add_row(Text(line.policy), f"{line.total:.3f}", *steps)
     return [table]
