@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from kvtool.replay import replay
+from kvtool.report.terminal_decomposition import decomposition_tables
 from kvtool.result import KEY, PLACE
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -38,3 +41,25 @@ def test_every_option_is_explained() -> None:
     text = (DOCS / "decomposition.md").read_text()
     for option in ("--decompose", "--center", "--horizon", "--samples", "--pool", "--keep"):
         assert f"`{option}`" in text
+
+
+def numbers(text: str) -> list[float]:
+    return [float(word) for word in re.findall(r"(?<![\w.])[+-]?\d+\.\d+", text)]
+
+
+def test_the_worked_example_shows_what_the_command_prints() -> None:
+    """The words line by line; numbers to two units of their last digit, which another machine may round otherwise."""
+    (shown,) = re.findall(r"^```text\n(decomposition, .*?)\n```", (DOCS / "decomposition.md").read_text(), re.M | re.S)
+    found = replay(
+        DOCS.parent / "sample_traces" / "smollm2-gradients.zarr",
+        ["snapkv:window=16", "knorm", "jacap:tau=1"],
+        ratios=["0.75"], window=8, layers=[0, 9, 29], decompose=True, samples=4, pool=10, keep=5,
+    )  # fmt: skip
+    console = Console(width=100, highlight=False, record=True, file=io.StringIO())
+    for part in decomposition_tables(found, 100):
+        console.print(part)
+    printed = [line.rstrip() for line in console.export_text().splitlines()]
+    assert len(printed) == len(shown.splitlines())
+    for mine, theirs in zip(shown.splitlines(), printed, strict=True):
+        assert re.sub(r"-?\d[\d.]*", "#", mine) == re.sub(r"-?\d[\d.]*", "#", theirs)
+        assert numbers(mine) == pytest.approx(numbers(theirs), rel=0.02, abs=0.003)

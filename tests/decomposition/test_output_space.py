@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -106,3 +108,9 @@ def test_no_output_at_all_is_undefined():
     terms, *_ = terms_of(queries, keys, torch.zeros_like(values), chosen, centre, how)
     found = terms.columns()
     assert all(torch.isnan(column).all() for column in found.values())
+
+
+def test_the_identity_residual_is_what_the_total_lacks():
+    terms, *_ = terms_of(*problem())
+    wrong = replace(terms, total=terms.total + 1e-3 * terms.pool)
+    assert float(wrong.columns()["identity_residual"][0]) == pytest.approx(1e-3, rel=1e-9)
