@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtool.decomposition.damage import capped_logits, shares
+from kvtool.decomposition.damage import TINY, capped_logits, shares
 from kvtool.decomposition.search import EPS, members, subsets
 from kvtool.decomposition.subpools import SubPool
 from kvtool.policies.objective import Objective
@@ -27,7 +27,8 @@ def short_rows(rows: Tensor) -> Tensor:
     """[..., n, min(n, d)], rows of the same inner products as `rows` [..., n, d], without squaring them."""
     if rows.shape[-1] <= rows.shape[-2]:
         return rows
-    return torch.linalg.qr(rows.transpose(-1, -2), mode="r").R.transpose(-1, -2)
+    factor: Tensor = torch.linalg.qr(rows.transpose(-1, -2), mode="r").R
+    return factor.transpose(-1, -2)
 
 
 def nats(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +153,7 @@ class Tangents:
         heads, tokens, _ = self.keys.shape
         kappa = self.keys @ self.keys.transpose(1, 2)  # [G, n, n]
         gram = self.values @ self.values.T
-        jitter = 4 * keep**2 * EPS * float(gram.diagonal().max())
+        jitter = 4 * keep**2 * EPS * float(gram.diagonal().max()) + TINY
         gram.diagonal().add_(jitter)
         size = float(gram.diagonal().sum()) * kappa.diagonal(dim1=1, dim2=2).amax(1)  # [G]
         slack = EPS * (size * (8 * keep**2 + 16 * keep + 8 * tokens + 4 * self.channels + 64) + keep**3 + 64 * keep**2)
@@ -197,7 +198,8 @@ def _whitened(factor: Tensor, spread: Tensor, a: Tensor, room: Tensor) -> Tensor
         pulled.addcmul_(product[k], a[k])
     found.addcmul_(mean[:, None], pulled[None], value=-1)
     found.diagonal(dim1=0, dim2=1).add_(1.0)
-    return found
+    whitened: Tensor = found
+    return whitened
 
 
 def _cholesky(matrices: Tensor) -> None:

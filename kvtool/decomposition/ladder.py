@@ -9,6 +9,7 @@ no objective, and the capacities of the tangent where a noise is not above 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from kvtool.decomposition import selectors
 from kvtool.decomposition.capacity import Centre, OwnObjective, Tangents
 from kvtool.decomposition.damage import Damage
 from kvtool.decomposition.local_fit import LocalFit
-from kvtool.decomposition.search import Best, check_search, number_of, smallest, subsets
+from kvtool.decomposition.search import Best, check_search, number_of, one_thread, smallest, subsets
 from kvtool.decomposition.subpools import SubPool
 from kvtool.errors import KvtoolError
 from kvtool.metrics.student_t import two_sided
@@ -81,6 +82,7 @@ class Study:
     sets: dict[str, Tensor]
 
 
+@one_thread()
 def damages(pool: SubPool, keep: int) -> Damages:
     """Search all subsets of `keep` tokens for the least damage; nothing of the policy is read.
 
@@ -104,6 +106,7 @@ def damages(pool: SubPool, keep: int) -> Damages:
     return Damages(damage, keep, best, two_pass, greedy)
 
 
+@one_thread()
 def study(pool: SubPool, keep: int, sigma2: Tensor, found: Damages | None = None) -> Study:
     """Selection gaps and ladder of one sub-pool.
 
@@ -150,7 +153,7 @@ def _damage_columns(sets: dict[str, Tensor], found: Damages) -> dict[str, float 
         name: found.best.settle(float(v), float(n), "damage") for name, v, n in zip(sets, value, noise, strict=True)
     }
     columns: dict[str, float | None] = {f"damage_{rung}": cost.get(rung) for rung in RUNGS}
-    for step, (here, below) in zip(STEPS, zip(RUNGS, RUNGS[1:], strict=False), strict=True):
+    for step, (here, below) in zip(STEPS, itertools.pairwise(RUNGS), strict=True):
         columns[f"ladder_{step}"] = cost[here] - cost[below] if here in cost and below in cost else None
     columns["ladder_total"] = cost["one"] - cost["best"]
     for column, name in (

@@ -47,7 +47,8 @@ class LocalFit:
         return value, length * (2 * value.sqrt() + length) + 64 * EPS * value
 
     def _norms(self, head: int) -> Tensor:
-        return torch.linalg.vector_norm(self.output[head], dim=1)
+        norms: Tensor = torch.linalg.vector_norm(self.output[head], dim=1)
+        return norms
 
     def bounds(self, keep: int) -> Tensor:
         """[S], at or below the misfit of every subset.

@@ -6,9 +6,10 @@ out are evaluated by the definition, in float64. So the answer is that of a loop
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,6 +24,17 @@ TOKENS = 64  # in a sub-pool
 EPS = float(np.finfo(np.float64).eps)
 
 Evaluate = Callable[[Tensor, float], tuple[Tensor, Tensor]]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Tiles that fit a core's own cache take microseconds: threads would wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_search(tokens: int, keep: int) -> int:

@@ -76,9 +76,9 @@ def leverage(objective: Objective) -> Score:
     def score(inside: Tensor) -> Tensor:
         rows = (objective.weights[:, inside] / objective.ridge[:, None]).sqrt()[..., None]
         rows = rows * objective.directions[:, inside]  # [G, k, Dv]
-        gram = rows @ rows.transpose(1, 2)
-        # X (I + X^T X)^-1 X^T = I - (I + X X^T)^-1, whose diagonal is wanted without cancelling
-        inner = torch.eye(len(inside), dtype=torch.float64) + gram
-        return torch.linalg.solve(inner, gram).diagonal(dim1=1, dim2=2).mean(0)
+        left, sizes, _ = torch.linalg.svd(rows, full_matrices=False)
+        share = sizes.square() / (1 + sizes.square())
+        scores: Tensor = (left.square() * share[:, None, :]).sum(2).mean(0)
+        return scores
 
     return score
