@@ -11,7 +11,7 @@ from torch import Tensor
 from kvtool.kernels.leverage import LeverageError
 from kvtool.layer import Geometry
 from kvtool.policies.attention_history import extend_history, history_of_candidates, no_history
-from kvtool.policies.capacity_pool import Pool, Weights, pool_of, weights_of
+from kvtool.policies.capacity_pool import Pool, Weights, pool_of, query_kinds, weights_of
 from kvtool.policies.capacity_weights import Relevance, Response, Shift
 from kvtool.policies.directions import DirectionKind
 from kvtool.policies.floor import FloorKind, leave_one_out
@@ -19,7 +19,7 @@ from kvtool.policies.group import reduce_group
 from kvtool.policies.objective import Objective
 from kvtool.policies.parameters import check_at_least, check_choices, check_positive, check_share
 from kvtool.policies.policy import Policy, Protection
-from kvtool.policies.query_source import QuerySource, parse_source
+from kvtool.policies.query_source import QuerySource, Statistics, parse_source
 from kvtool.policies.query_statistics import QueryStatistics, expected_statistics
 from kvtool.policies.selectors import exhaustive, greedy, two_pass
 from kvtool.view import View
@@ -68,7 +68,7 @@ class Capacity(Policy):
     weight_eps: float = 0.0
     exclude_first: int = 0
     exclude_statistics: int = 4
-    statistics: str = "rope_mean"
+    statistics: Statistics = "rope_mean"
     mixture_combine: Literal["mean", "worst"] = "mean"
     horizon: int = 512
     blend: float = 1.0
@@ -194,25 +194,34 @@ class Capacity(Policy):
         return found if bool(found.weights.isfinite().all() and found.directions.isfinite().all()) else None
 
     def _weights(self, view: View, state: Any = None) -> Weights:
-        """The weights of a view, made once; the history is observed anew where nobody gave it."""
-        if self not in view.memo:
+        """The weights of a view, made once; the history is observed anew where nobody gave it.
+
+        A view of other tokens may share the memo (`dataclasses.replace`): only the queries are the same there.
+        """
+        if (self, "queries", view.step) not in view.memo:
+            view.memo[self, "queries", view.step] = query_kinds(self, view)
+        tokens, found = view.memo.get((self, "weights"), (None, None))
+        if tokens is not view.tokens:
             floor = None
             if self.blend < 1 and self.floor == "leave_one_out":
                 floor = leave_one_out(view)
             elif self.blend < 1:
                 known = extend_history(no_history(view.geometry), view.past()) if state is None else state
                 floor = history_of_candidates(known, view)
-            view.memo[self] = weights_of(self, view, floor)
-        found: Weights = view.memo[self]
+            found = weights_of(self, view, view.memo[self, "queries", view.step], floor)
+            view.memo[self, "weights"] = view.tokens, found
+        assert isinstance(found, Weights)
         return found
 
     def _pool(self, view: View, kv_head: int) -> Pool:
         return pool_of(self, view, self._weights(view), kv_head)
 
     def _scored(self, view: View) -> Scored:
-        if (self, "scored") not in view.memo:
-            view.memo[self, "scored"] = self._score_all(view)
-        found: Scored = view.memo[self, "scored"]
+        tokens, found = view.memo.get((self, "scored"), (None, None))
+        if tokens is not view.tokens:
+            found = self._score_all(view)
+            view.memo[self, "scored"] = view.tokens, found
+        assert isinstance(found, Scored)
         return found
 
     def _score_all(self, view: View) -> Scored:

@@ -36,15 +36,15 @@ class Weights:
     sink: Tensor
 
 
-def weights_of(policy: Capacity, view: View, floor: Tensor | None) -> Weights:
+def weights_of(policy: Capacity, view: View, kinds: list[list[Component]], floor: Tensor | None) -> Weights:
     """The weights of every query head.
 
     Args:
+        kinds: per query head the kinds of query that are expected.
         floor: [H, N] what past queries found in each token, None where it is not blended in.
     """
     geometry = view.geometry
     heads, count = geometry.query_heads, view.tokens.shape[1]
-    kinds = query_kinds(policy, view)
     scored = view.tokens >= policy.exclude_first  # [Hk, N]
     zeros = torch.zeros(heads, count, dtype=torch.float64)
     found = Weights(zeros, zeros.clone(), torch.zeros(heads, dtype=torch.float64))

@@ -14,6 +14,8 @@ from kvtool.registry import load_class, split_spec
 
 
 def _spell(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return str(annotation.__metadata__[0])
     if typing.get_origin(annotation) is typing.Literal:
         return " | ".join(str(choice) for choice in typing.get_args(annotation))
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -37,7 +39,7 @@ def describe_policies(names: list[str] | None = None) -> list[dict[str, Any]]:
         spec = split_spec(name)
         cls: type[Policy] = load_class(spec.name, BUILT_IN, "policy")
         text = inspect.cleandoc(cls.__doc__ or "")
-        hints = typing.get_type_hints(cls)
+        hints = typing.get_type_hints(cls, include_extras=True)
         described.append(
             {
                 "name": spec.name,

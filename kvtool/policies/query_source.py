@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 DEFAULTS: dict[str, float | None] = {
     "rope_mean": None,
@@ -14,6 +15,8 @@ DEFAULTS: dict[str, float | None] = {
     "future": None,
 }
 NUMBERS = {"window": ":n", "ema": ":beta", "mixture": ":K"}
+CHOICES = tuple(f"{kind}[{NUMBERS[kind]}]" if kind in NUMBERS else kind for kind in DEFAULTS)
+Statistics = Annotated[str, " | ".join(CHOICES)]  # what a parameter of this type may say, for `kvtool policies`
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,7 @@ def parse_source(text: str) -> QuerySource:
     """Raises ValueError that lists the choices."""
     kind, colon, number = text.partition(":")
     if kind not in DEFAULTS or (colon and kind not in NUMBERS):
-        choices = ", ".join(f"{word}[{NUMBERS[word]}]" if word in NUMBERS else word for word in DEFAULTS)
-        raise ValueError(f"statistics={text} should be one of {choices}")
+        raise ValueError(f"statistics={text} should be one of {', '.join(CHOICES)}")
     if not colon:
         return QuerySource(kind, DEFAULTS[kind])
     try:

@@ -1,6 +1,7 @@
 """Leverage against plain inverses and loops."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -84,3 +85,64 @@ def test_what_is_not_finite_names_the_head(bad):
 def test_an_indefinite_matrix_names_the_head():
     with pytest.raises(LeverageError, match="query head 0 is not positive definite"):
         leverage_scores(torch.eye(3)[None], -2 * torch.ones(1, 3), torch.ones(1))
+
+
+def exact(u, w, ridge):
+    """[N] in rational arithmetic: Gauss and Jordan without rounding."""
+    dim = len(u[0])
+    rows = [
+        [
+            sum((Fraction(c) * Fraction(x[a]) * Fraction(x[b]) for x, c in zip(u, w, strict=True)), Fraction(0))
+            + (Fraction(ridge) if a == b else 0)
+            for b in range(dim)
+        ]
+        + [Fraction(int(a == b)) for b in range(dim)]
+        for a in range(dim)
+    ]
+    for i in range(dim):
+        rows[i] = [value / rows[i][i] for value in rows[i]]
+        for r in range(dim):
+            if r != i:
+                factor = rows[r][i]
+                rows[r] = [x - factor * y for x, y in zip(rows[r], rows[i], strict=True)]
+    inverse = [row[dim:] for row in rows]
+    found = []
+    for x, c in zip(u, w, strict=True):
+        wide = [Fraction(value) for value in x]
+        found.append(Fraction(c) * sum(wide[a] * inverse[a][b] * wide[b] for a in range(dim) for b in range(dim)))
+    return torch.tensor([float(value) for value in found], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("decades", "bound"), [(4, 1e-12), (8, 1e-10), (12, 1e-8), (16, 1e-8), (24, 1e-6), (40, 1e-6)])
+def test_weights_that_differ_by_many_orders_of_magnitude(decades, bound):
+    for seed in range(10):
+        g = torch.Generator().manual_seed(seed)
+        u = torch.randn(1, 14, 5, generator=g, dtype=torch.float64)
+        w = 10 ** (decades * torch.rand(1, 14, generator=g, dtype=torch.float64))
+        found = leverage_scores(u, w, torch.ones(1))
+        truth = exact(u[0].tolist(), w[0].tolist(), 1)
+        assert float((found.scores[0] / truth - 1).abs().max()) < bound
+        assert float(found.rho) < 1 + bound
+        assert float(found.jitter) == 0.0
+
+
+def test_what_no_factorisation_can_hold_gets_a_higher_ridge_and_says_so():
+    u = torch.eye(3, dtype=torch.float64)[None]
+    w = torch.tensor([[1e80, 1.0, 1.0]], dtype=torch.float64)
+    found = leverage_scores(u, w, torch.ones(1))
+    assert 0 < float(found.jitter) <= 1e-12
+    assert found.scores[0].tolist() == pytest.approx([1.0, 0.0, 0.0], abs=1e-9)
+
+
+def test_a_loose_direction_joins_the_matrix_and_no_token():
+    g = torch.Generator().manual_seed(5)
+    u = torch.randn(2, 9, 4, generator=g, dtype=torch.float64)
+    w = torch.rand(2, 9, generator=g, dtype=torch.float64)
+    loose = torch.randn(2, 4, generator=g, dtype=torch.float64)
+    for scale in (1.0, 1e20):  # by either factorisation
+        found = leverage_scores(u, scale * w, torch.tensor([scale, 0.3], dtype=torch.float64), loose=scale**0.5 * loose)
+        for head, ridge in enumerate((scale, 0.3)):
+            a = ridge * torch.eye(4, dtype=torch.float64) + scale * torch.outer(loose[head], loose[head])
+            a = a + sum(scale * w[head, i] * torch.outer(u[head, i], u[head, i]) for i in range(9))
+            expected = torch.stack([scale * w[head, i] * (x @ torch.linalg.inv(a) @ x) for i, x in enumerate(u[head])])
+            assert float((found.scores[head] - expected).abs().max()) < 1e-10
