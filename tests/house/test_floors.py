@@ -17,7 +17,6 @@ FLOORS = {
     "policies": 2,
     "selection": 2,
     "metrics": 2,
-    "decomposition": 3,
     "replay": 3,
     "capture": 3,
     "testing": 3,
