@@ -21,7 +21,7 @@ from kvtool.manifest import digest
 
 SCHEMA, LIVE = "kvtool.replay/1", "kvtool.live/1"
 TABLES = ("cells", "layers", "rows", "ages", "evict_steps")
-OPTIONAL = ("token_shares",)  # only where they were asked for
+OPTIONAL = ("token_shares", "decomposition", "ladder")  # only where they were asked for
 # What a result of each kind holds.
 SCHEMAS = {SCHEMA: TABLES, LIVE: ("cells", "layers", "rows", "steps", "calibration", "evict_steps")}
 
@@ -47,6 +47,8 @@ PLACE = {
     "ages": {"layer": pa.int32(), "kv_head": pa.int32()},
     "evict_steps": {"layer": pa.int32(), "kv_head": pa.int32()},
     "token_shares": {"layer": pa.int32(), "kv_head": pa.int32()},
+    "decomposition": {"layer": pa.int32(), "kv_head": pa.int32(), "q_head": pa.int32()},
+    "ladder": {"layer": pa.int32(), "kv_head": pa.int32()},
     "steps": {"step": pa.int32()},
 }
 # The tables whose entries speak of no single cell: all their columns.
@@ -75,7 +77,8 @@ KINDS = {
     **dict.fromkeys(("evict_step", "tokens"), pa.list_(pa.int32())),
     "shares": pa.list_(pa.float64()),
     "predicted_kl_partial": pa.string(),
-    **dict.fromkeys(("oracle", "frozen"), pa.bool_()),
+    **dict.fromkeys(("oracle", "frozen", "capacity_mc_saturated_unit", "capacity_mc_saturated_scaled"), pa.bool_()),
+    **dict.fromkeys(("queries", "pool", "kept", "samples"), pa.int32()),
 }
 
 

@@ -38,6 +38,16 @@ def command(
     token_shares: Annotated[
         bool, typer.Option("--token-shares", help="Also tell predicted_kl apart by evicted token, in a second pass.")
     ] = False,
+    decompose: Annotated[
+        bool, typer.Option("--decompose", help="Tell apart selection, linearisation and dropped competition.")
+    ] = False,
+    center: Annotated[
+        str, typer.Option(help="Where to linearise if a policy expects no queries: rope_mean, prompt, past or future.")
+    ] = "rope_mean",
+    horizon: Annotated[int, typer.Option(help="Most queries to decompose.")] = 512,
+    samples: Annotated[int, typer.Option(help="Sub-caches per KV head for exact search; 0 leaves it out.")] = 64,
+    pool: Annotated[int, typer.Option(help="Tokens of a sub-cache.")] = 16,
+    keep: Annotated[int, typer.Option(help="Tokens of a sub-cache that are kept.")] = 8,
     device: Annotated[str, typer.Option(help="auto or cpu: the plain torch reference.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
     output: Annotated[
@@ -51,6 +61,7 @@ def command(
     from kvtool.cli.numbers import number_list
     from kvtool.replay import replay
     from kvtool.report.terminal import replay_table
+    from kvtool.report.terminal_decomposition import decomposition_tables
     from kvtool.words import parse_ids
 
     use_threads(threads)
@@ -69,15 +80,24 @@ def command(
             precision=precision,
             kl_windows=kl_window or (),
             token_shares=token_shares,
+            decompose=decompose,
+            center=center,
+            horizon=horizon,
+            samples=samples,
+            pool=pool,
+            keep=keep,
             device=device,
             output=output,
             force=force,
             progress=progress,
+            note=lambda text: hint("note", text),
         )
     if as_json:
         json_answer(result.document())
     else:
         answer(*replay_table(result, terminal_width()))
+        if decompose:
+            answer(*decomposition_tables(result, terminal_width()))
     for warning in result.warnings:
         hint("warning", warning)
     if output is None and not as_json:

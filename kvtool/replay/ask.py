@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,14 +51,26 @@ def scores_of(label: str, policy: Policy, layer: Layer, view: View) -> tuple[Ten
     Raises:
         KvtoolError: `policy-broken` naming policy and layer; what the policy itself raises as KvtoolError.
     """
-    geometry = layer.geometry
+    state = state_of(label, policy, layer, view)
+    scores = scores_with(label, policy, layer, view, state)
     with blaming(label, layer, view):
-        state = policy.observe(policy.start(geometry), view.past())
-        scores = policy.score(state, view)
         diagnostics = policy.diagnose(state, view)
-    _check_scores(label, scores, layer, view)
-    _check_diagnostics(label, diagnostics, geometry.query_heads)
+    _check_diagnostics(label, diagnostics, layer.geometry.query_heads)
     return scores, diagnostics
+
+
+def state_of(label: str, policy: Policy, layer: Layer, view: View) -> Any:
+    """The state of `policy` just before the event of `view`, built up from the first token."""
+    with blaming(label, layer, view):
+        return policy.observe(policy.start(layer.geometry), view.past())
+
+
+def scores_with(label: str, policy: Policy, layer: Layer, view: View, state: Any) -> Tensor:
+    """Scores [Hk, N] of `policy` at `view` from a state that may serve several views of the same step."""
+    with blaming(label, layer, view):
+        scores = policy.score(state, view)
+    _check_scores(label, scores, layer, view)
+    return scores
 
 
 def refined_scores(

@@ -60,7 +60,7 @@ def decide(
         shields.append(protection.union(protection_of(label, policy, layer, view, allowed[0])))
         shield = shields[-1]
         refined = refined_scores(label, policy, layer, view, scores, allowed, shield)
-        selection = cut(_ranked(label, refined, view, shield), allowed)
+        selection = cut(ranked(label, refined, view, shield), allowed)
         evict_step = kept_all.evict_step.clone()
         evict_step.scatter_(1, view.tokens, torch.where(selection.keep, layer.tokens, step).to(torch.int32))
         event = Event(
@@ -81,7 +81,8 @@ def decide(
     return decided
 
 
-def _ranked(label: str, scores: Tensor, view: View, shield: Protection) -> Ranking:
+def ranked(label: str, scores: Tensor, view: View, shield: Protection) -> Ranking:
+    """The order of the candidates, NaN blamed on the policy."""
     try:
         return rank(scores, view.tokens, sinks=shield.sinks, window=shield.window, step=view.step)
     except NaNScore as found:

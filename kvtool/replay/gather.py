@@ -13,7 +13,7 @@ from kvtool.manifest import environment
 from kvtool.metrics import Metric, PredictedKL, built_in_metrics
 from kvtool.replay.coverage import Coverage, over_sequences
 from kvtool.replay.notes import sentences
-from kvtool.replay.parts import Part
+from kvtool.replay.parts import OPTIONAL, TABLES, Part
 from kvtool.replay.plan import Plan
 from kvtool.replay.unit import METRICS
 from kvtool.result import Result, concatenate, table_of, with_columns
@@ -21,7 +21,6 @@ from kvtool.trace import Sequence, Trace
 from kvtool.words import spans
 
 Work = list[tuple[Sequence, int, int]]  # (sequence, layer id, event step)
-TABLES = ("layers", "rows", "ages", "evict_steps")
 
 
 def gather(
@@ -44,7 +43,7 @@ def gather(
     for tables, shares in zip(by_part, _shares(plan, work, parts), strict=True):
         for name in ("layers", "rows"):
             tables[name] = with_columns(tables[name], shares[name])
-    whole = {name: concatenate([tables[name] for tables in by_part]) for name in TABLES}
+    whole = {name: concatenate([tables[name] for tables in by_part]) for name in by_part[0]}
     whole["cells"] = table_of("cells", _cells(plan, work, parts, covered))
     return Result(_manifest(trace, plan, work), whole, warnings)
 
@@ -54,7 +53,8 @@ def arrow_tables(parts: list[Part]) -> list[dict[str, Any]]:
     return [
         {
             name: table_of(name, p.tables[name]) if isinstance(p.tables[name], list) else p.tables[name]
-            for name in TABLES
+            for name in (*TABLES, *OPTIONAL)
+            if name in p.tables
         }
         for p in parts
     ]

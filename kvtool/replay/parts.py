@@ -19,7 +19,8 @@ from kvtool.errors import KvtoolError
 from kvtool.files import Lock, write_durably, writing
 from kvtool.result import FILES, WRITING, read_parquet, table_of, write_parquet
 
-TABLE_FILES = tuple(f"{name}.parquet" for name in ("layers", "rows", "ages", "evict_steps"))
+TABLES = ("layers", "rows", "ages", "evict_steps")  # of every part
+OPTIONAL = ("decomposition", "ladder")  # of parts that were decomposed
 Partials = list[dict[str, dict[str, Tensor]]]  # [cell][metric][field]
 
 
@@ -28,7 +29,7 @@ class Part:
     """The outcome of one (sequence, layer) with all its cells.
 
     Attributes:
-        tables: `layers`, `rows`, `ages`, `evict_steps` as lists of entries or Arrow tables.
+        tables: those of `TABLES`, and of `OPTIONAL` where asked for, as lists of entries or Arrow tables.
         partials: what each metric stored, per cell.
         notes: what the user should know, as `kvtool.replay.notes` writes and reads them.
     """
@@ -88,7 +89,8 @@ class Store:
         path = self._path(name, key)
         try:
             sealed = json.loads((path / "part.json").read_text())
-            files = {file: (path / file).read_bytes() for file in (*TABLE_FILES, "partials.npz")}
+            names = [*TABLES, *(name for name in OPTIONAL if f"{name}.parquet" in sealed["files"])]
+            files = {file: (path / file).read_bytes() for file in (*(f"{n}.parquet" for n in names), "partials.npz")}
             sound = sealed["files"] == {file: hashlib.sha256(raw).hexdigest() for file, raw in files.items()}
         except (OSError, ValueError, KeyError, TypeError):
             sound = False
@@ -102,7 +104,7 @@ class Store:
                 while len(partials) <= int(cell):
                     partials.append({})
                 partials[int(cell)].setdefault(metric, {})[name_of_field] = torch.from_numpy(archive[entry])
-        tables = {file.removesuffix(".parquet"): read_parquet(path / file) for file in TABLE_FILES}
+        tables = {table: read_parquet(path / f"{table}.parquet") for table in names}
         return Part(tables, partials, sealed["notes"])
 
     def save(self, name: str, key: str, part: Part) -> None:

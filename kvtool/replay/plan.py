@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from kvtool.budget import MOST_TOKENS, Budget
+from kvtool.decomposition.settings import Decompose
 from kvtool.errors import KvtoolError
 from kvtool.manifest import parameters, source_digest
 from kvtool.metrics.predicted_kl import WINDOW
@@ -56,6 +57,7 @@ class Plan:
         protection: the run's own sinks and window, the same for every policy.
         kl_windows: steps in further windows of `predicted_kl`.
         token_shares: whether the predicted KL is told apart by evicted token.
+        decompose: how the errors are told apart, None where they are not.
     """
 
     policies: list[tuple[str, Policy]]
@@ -66,6 +68,7 @@ class Plan:
     precision: str = "float32"
     kl_windows: tuple[int, ...] = ()
     token_shares: bool = False
+    decompose: Decompose | None = None
 
     @property
     def cells(self) -> list[Cell]:
@@ -101,6 +104,7 @@ class Plan:
             "evaluate": self.evaluate,
             "precision": self.precision,
             "kl_windows": [1, WINDOW, *self.kl_windows],
+            "decompose": None if self.decompose is None else self.decompose.describe(),
             "loop": "open: queries come from the full-cache run; errors do not reach later layers or steps",
         }
 
@@ -117,6 +121,7 @@ def make_plan(
     precision: str = "float32",
     kl_windows: int | Iterable[int] = (),
     token_shares: bool = False,
+    decompose: Decompose | None = None,
     controls: bool = True,
 ) -> Plan:
     """Check every choice and add the controls `full` and `random`.
@@ -159,4 +164,5 @@ def make_plan(
         precision=precision,
         kl_windows=further,
         token_shares=token_shares,
+        decompose=decompose,
     )

@@ -7,10 +7,12 @@ from collections.abc import Sequence as Many
 from fractions import Fraction
 from pathlib import Path
 
+from kvtool.decomposition.settings import asked_for
 from kvtool.errors import KvtoolError
 from kvtool.manifest import digest, versions
 from kvtool.replay.attribution import attribute
 from kvtool.replay.coverage import Coverage, coverage
+from kvtool.replay.decomposable import decomposable, stated_cost
 from kvtool.replay.gather import Work, by_sequence, gather
 from kvtool.replay.parts import Part, Store
 from kvtool.replay.plan import Plan, make_plan
@@ -39,10 +41,17 @@ def replay(
     precision: str = "float32",
     kl_windows: int | Iterable[int] = (),
     token_shares: bool = False,
+    decompose: bool = False,
+    center: str = "rope_mean",
+    horizon: int = 512,
+    samples: int = 64,
+    pool: int = 16,
+    keep: int = 8,
     device: str = "auto",
     output: str | Path | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Result:
     """Replay policies on a trace and measure what eviction does to attention's output.
 
@@ -57,6 +66,14 @@ def replay(
         layers, sequences: ids to replay; None is all.
         kl_windows: steps in further windows of `predicted_kl`, besides 1 and 32.
         token_shares: also tell the predicted KL apart by evicted token, in a second pass (table `token_shares`).
+        decompose: also tell selection, linearisation and dropped competition apart (tables `decomposition`, `ladder`).
+        center: where policies without query statistics of their own are linearised: `rope_mean` (on layers without
+            rotation `prompt`), `prompt`, `past` or `future`.
+        horizon: most queries that are decomposed.
+        samples, pool, keep: sub-caches per KV head for exact search, their tokens, and how many are kept; 0
+            samples leave the search out.
+        progress: told (units done, all, what is being done).
+        note: told in a sentence what a decomposition will cost, before it runs.
 
     Raises:
         KvtoolError: bad input of any kind, before anything is written.
@@ -74,12 +91,17 @@ def replay(
         precision=precision,
         kl_windows=kl_windows,
         token_shares=token_shares,
+        decompose=asked_for(decompose, center=center, horizon=horizon, samples=samples, pool=pool, keep=keep),
     )
     store = Store(Path(output), force) if output is not None else None
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     work = work_of(opened, plan, layers, sequences)
     plan, warnings = servable(plan, work, optional="all" in policies)
     covered = _covered(opened, plan, work)
+    if plan.decompose is not None:
+        warnings = warnings + decomposable(plan, work)
+        if note is not None:
+            note(stated_cost(plan, work))
     if store is None:
         return _measure(opened, plan, work, None, progress, warnings, covered)
     store.open()
@@ -133,13 +155,24 @@ def _run(trace: Trace, plan: Plan, work: Work, store: Store | None, progress: Pr
     common = {"trace": trace.digest, "plan": plan.describe(), "metrics": METRICS, **versions("torch")}
     parts = []
     for done, (sequence, layer_id, step) in enumerate(work):
+        where = f"sequence {sequence.index} layer {layer_id}"
         if progress is not None:
-            progress(done, len(work), f"sequence {sequence.index} layer {layer_id}")
+            progress(done, len(work), where)
         name, key = f"{sequence.index:04d}-{layer_id:03d}", digest({**common, "unit": [sequence.index, layer_id]})
         part = store.load(name, key) if store else None
         if part is None:
-            part = run_unit(sequence, layer_id, plan, step)
+            part = run_unit(sequence, layer_id, plan, step, _within(progress, done, len(work), where))
             if store:
                 store.save(name, key, part)
         parts.append(part)
     return parts
+
+
+def _within(progress: Progress | None, done: int, total: int, where: str) -> Callable[[str], None]:
+    """What a long unit says while it runs."""
+
+    def say(what: str) -> None:
+        if progress is not None:
+            progress(done, total, f"{where}: {what}")
+
+    return say

@@ -12,6 +12,7 @@ from kvtool.kernels.attention_mass.reference import attention_mass
 from kvtool.layer import Layer
 from kvtool.metrics import BUILT_IN, ages, built_in_metrics, evaluate_layer, nullable
 from kvtool.replay.decide import decide, donor_of
+from kvtool.replay.decompose import Say, decompose_unit
 from kvtool.replay.notes import note_unit
 from kvtool.replay.parts import Part, Partials
 from kvtool.replay.plan import Plan
@@ -21,8 +22,12 @@ from kvtool.trace import Sequence
 METRICS: dict[str, int] = {name: built_in_metrics()[name].version for name in BUILT_IN}
 
 
-def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int) -> Part:
-    """Decide and measure every cell of the plan on one layer, with one event before query `step`."""
+def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say = lambda what: None) -> Part:
+    """Decide and measure every cell of the plan on one layer, with one event before query `step`.
+
+    Args:
+        say: told what is being done, where that takes long.
+    """
     layer = sequence.layer(layer_id, dtype=plan.dtype)
     donor = donor_of(sequence, layer)
     for each in {id(donor): donor, id(layer): layer}.values():
@@ -52,6 +57,10 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int) -> Part:
         tables["evict_steps"] += decision_entries(key, retained)
         partials.append({**partial, "counts": {n: torch.tensor(v) for n, v in {**counted, "achieved": kept}.items()}})
         notes += note_unit(cell, retained, donor.geometry, sequence.index, layer_id)
+    if plan.decompose is not None:
+        wide = sequence.layer(layer_id, dtype=torch.float64)
+        wide_donor = wide if donor is layer else donor_of(sequence, wide)
+        tables |= decompose_unit(sequence.index, wide, wide_donor, plan, step, decided, say)
     return Part(tables, partials, notes)
 
 
