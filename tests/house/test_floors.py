@@ -21,6 +21,7 @@ FLOORS = {
     "capture": 3,
     "testing": 3,
     "live": 3,
+    "ablate": 3,
     "report": 4,
     "cli": 5,
 }
