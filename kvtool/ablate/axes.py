@@ -74,7 +74,7 @@ AXES: tuple[Axis, ...] = (
             Level({"relevance": "softmax"}, along={"tau": "1"}),
             Level({"relevance": "exp_cosine"}, along={"tau": "5"}, beside={"sensitivity": "none"}),
             Level({"relevance": "exp_dot"}, along={"tau": "1"}, beside={"sensitivity": "none"}),
-            Level({"relevance": "ones"}, beside={"sensitivity": "none"}),
+            Level({"relevance": "ones"}, along={"tau": "1"}, beside={"sensitivity": "none"}),
         ),
         True,
     ),
@@ -123,7 +123,7 @@ AXES: tuple[Axis, ...] = (
     Axis(
         PROTECTION,
         "share of the tokens that no policy may evict",
-        (Level(protected="0"), Level(protected="5"), Level(protected="10")),
+        (Level(protected="5"), Level(protected="10"), Level(protected="0")),
         True,
     ),
 )

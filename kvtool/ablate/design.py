@@ -46,11 +46,15 @@ class Design:
     Attributes:
         variants: by their changes (in the order of the axes); `()` is the reference.
         own: axis -> the reference's own level, as words.
+        company: the changes in whose company a level's effect is averaged.
+        companion: the first alternative of the companion axis, if it is studied.
         notes: what was left out, and why.
     """
 
     variants: dict[tuple[Change, ...], Variant]
     own: dict[str, str]
+    company: frozenset[Change]
+    companion: Change | None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -66,11 +70,13 @@ class Design:
         return [(changes[0], changes[1]) for changes in self.variants if len(changes) == 2]
 
     def contexts(self, change: Change) -> list[tuple[Variant, Variant]]:
-        """(without, with) for every variant that was tried both ways; the reference first."""
+        """(without, with): at the reference, and beside each change of `company` that it was tried with."""
         found = [(self.reference, self.variants[(change,)])]
         for a, b in self.pairs:
             if change in (a, b):
                 other = b if change == a else a
+                if other not in self.company:
+                    continue
                 found.append((self.variants[(other,)], self.variants[(a, b)]))
         return found
 
@@ -94,7 +100,8 @@ class Design:
             for changes, variant in self.variants.items()
             if changes not in gone and not any((change,) in gone for change in changes)
         }
-        return replace(self, variants=kept, notes=notes)
+        companion = self.companion if (self.companion,) in kept else None
+        return replace(self, variants=kept, companion=companion, notes=notes)
 
 
 def make_design(reference: str, axes: Iterable[Axis], *, interactions: bool = True, every_pair: bool = False) -> Design:
@@ -146,7 +153,8 @@ def make_design(reference: str, axes: Iterable[Axis], *, interactions: bool = Tr
         if clashing:
             said = ", ".join(f"{a} with {b}" for a, b in clashing)
             notes.append(f"pairs that set the same parameter twice are left out: {said}")
-    return Design(variants, own, notes)
+    main = levels if every_pair else (c for c in first.values() if levels[c][0].paired)
+    return Design(variants, own, frozenset(main), first.get(COMPANION), notes)
 
 
 def own_level(policy: Policy, axis: Axis) -> str:

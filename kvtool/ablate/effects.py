@@ -73,9 +73,19 @@ def main_effects(design: Design, measured: Measured) -> list[dict[str, Any]]:
                 "instead_of": design.own[change.axis],
                 "policy": contexts[0][1].label,
                 **_over_contexts(change, contexts, measured, unit),
+                "with_companion": _with_companion(design, change, measured),
             }
         )
     return ranked(found, "effect")
+
+
+def _with_companion(design: Design, change: Change, measured: Measured) -> float | None:
+    """The change beside the companion's; None where they were not tried together."""
+    companion = design.companion
+    for a, b in design.pairs:
+        if companion is not None and companion != change and {a, b} == {companion, change}:
+            return measured[design.variants[(a, b)].point].mean - measured[design.variants[(companion,)].point].mean
+    return None
 
 
 def steps(path: list[tuple[str, Variant]], measured: Measured) -> list[dict[str, Any]]:
@@ -125,12 +135,12 @@ def _over_contexts(
         "lowest_with": _company(change, contexts[least][0]),
         "highest": alone[most],
         "highest_with": _company(change, contexts[most][0]),
-        "layers_agreeing": int((np.sign(layers) == np.sign(effect)).sum()) if effect else len(layers),
+        "layers_agreeing": int((np.sign(layers) == np.sign(effect)).sum()) if effect else None,
         "layers": len(layers),
     }
 
 
-def interactions(design: Design, measured: Measured) -> list[dict[str, Any]]:
+def interaction_entries(design: Design, measured: Measured) -> list[dict[str, Any]]:
     """One entry per pair that was tried, largest first: the second difference y_ab - y_a - y_b + y_0.
 
     0 means that both changes add up. Negative: together they give less error than their sum.

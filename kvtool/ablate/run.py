@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtool.ablate.axes import PROTECTION, choose
 from kvtool.ablate.design import Design, Variant, make_design
-from kvtool.ablate.effects import Measured, interactions, main_effects, steps, unit_of
+from kvtool.ablate.effects import Measured, interaction_entries, main_effects, steps, unit_of
 from kvtool.ablate.measure import ORDERING, Found, Group, Progress, measure, seconds
 from kvtool.ablate.path import BESIDE, capkv_to_jacap, named
 from kvtool.errors import KvtoolError
@@ -31,7 +31,7 @@ def ablate(
     *,
     reference: str = "jacap",
     axes: str | None = None,
-    pairs: bool = True,
+    interactions: bool = True,
     metric: str | None = None,
     ratios: Many[str | float | Fraction] = ("0.75",),
     sinks: int = 4,
@@ -53,7 +53,7 @@ def ablate(
         reference: the policy whose choices are changed, `name:key=value,…`.
         axes: names separated by commas; None is all of `kvtool.ablate.axes.AXES`. With names every level of one
             axis is tried with every level of every other.
-        pairs: try pairs of changes too, for interactions.
+        interactions: try changes two at a time as well.
         metric: `predicted_kl`, `mean_layer_error` or `mean_output_error`; None is the first that the trace serves.
         ratios, sinks, window, layers, sequences, evaluate, precision: as for kvtool.replay.
         progress: called with (done, total, what); notes: with one sentence.
@@ -64,7 +64,7 @@ def ablate(
     if metric is not None and metric not in ORDERING:
         raise KvtoolError("usage", f"--metric {metric} is unknown", did_you_mean(metric, list(ORDERING)))
     chosen = choose(axes)
-    design = make_design(reference, chosen, interactions=pairs, every_pair=axes is not None)
+    design = make_design(reference, chosen, interactions=interactions, every_pair=axes is not None)
     design.own[PROTECTION] = f"{sinks} sinks, {window} newest"
     store = Store(Path(output), force) if output is not None else None
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
@@ -174,7 +174,7 @@ class Study:
                 of = {**here, "metric": name}
                 effects += [{**of, **entry} for entry in main_effects(self.design, measured)]
                 effects += [{**of, **entry} for entry in steps(self.path, measured)]
-                pairs += [{**of, **entry} for entry in interactions(self.design, measured)]
+                pairs += [{**of, **entry} for entry in interaction_entries(self.design, measured)]
                 unit = unit_of(measured)
         if not served or (metric is not None and metric not in served):
             raise KvtoolError("trace-lacks", f"{metric or 'every metric'} is undefined for some variant")
@@ -182,6 +182,7 @@ class Study:
         manifest["ablate"] = {
             "reference": self.label,
             "axes": self.design.own,
+            "companion": None if self.design.companion is None else self.design.companion.level,
             "pairs": len(self.design.pairs),
             "variants": len(self.design.variants),
             "metric": metric or served[0],
