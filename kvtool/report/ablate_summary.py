@@ -78,7 +78,9 @@ def number(value: float | None, metric: str, sign: bool = False) -> str:
     if value is None:
         return "-"
     text = f"{value:#.3g}" if metric == "predicted_kl" else f"{value:.4f}"
-    return f"+{text}" if sign and value >= 0 else text
+    if float(text) == 0:
+        return text.lstrip("-")
+    return f"+{text}" if sign and value > 0 else text
 
 
 def sure(entry: dict[str, Any]) -> bool:
@@ -118,10 +120,11 @@ def verdicts(block: Block) -> list[str]:
 def _effect(entry: dict[str, Any], metric: str) -> str:
     verb = "lowers" if entry["effect"] < 0 else "raises"
     unit = " nats per step" if metric == "predicted_kl" else ""
-    text = f"{entry['level']} instead of {entry['instead_of']} {verb} {metric} by {number(abs(entry['effect']), metric)}{unit}"
-    if entry["contexts"] > 1:
-        text += f" on average over {entry['contexts']} contexts"
-    return text + f" ({number(entry['without'], metric)} to {number(entry['with'], metric)} at the reference)"
+    mean = f" (mean of {entry['contexts']} contexts)" if entry["contexts"] > 1 else ""
+    return (
+        f"{entry['level']} instead of {entry['instead_of']} {verb} {metric} by {number(abs(entry['effect']), metric)}"
+        f"{unit}{mean}, at the reference from {number(entry['without'], metric)} to {number(entry['with'], metric)}"
+    )
 
 
 def caveats(result: Result) -> list[str]:

@@ -36,7 +36,7 @@ def ablate_tables(result: Result, width: int | None = None) -> list[Any]:
     return [*parts, *(Text(sentence, style="italic") for sentence in caveats(result))]
 
 
-def _table(title: str, caption: str) -> Table:
+def _table(title: str, caption: str | None = None) -> Table:
     return Table(title=title, title_justify="left", caption=caption, caption_justify="left")
 
 
@@ -49,18 +49,21 @@ def _interval(entry: dict[str, Any], metric: str) -> str:
 def _effects(block: Block, companion: str | None, result: Result, width: int) -> Table:
     metric, manifest = block.metric, result.manifest
     count = manifest["sequences"]["count"]
+    further = _further(companion, width)
+    caption = "Effect: mean over the contexts a change was tried in; below 0 is better."
+    if "alone" in further:
+        caption += " Alone: at the reference."
+    if "layers" in further:
+        caption += " Layers: how many move the same way. Kept: overlap with the reference's tokens, 1 is the same."
     table = _table(
         f"{manifest['model']}, {count} sequence{'s' * (count != 1)}, layers {manifest['layers']['text']}, ratio "
         f"{block.ratio:g}: what each change does to {metric}",
-        "Effect: mean over the contexts a change was tried in; below 0 is better. Alone: at the reference. Layers: how "
-        "many move the same way. Kept: overlap with the reference's tokens (1 is the same). Bold: the interval leaves "
-        "out 0.",
+        f"{caption} Bold: the interval leaves out 0.",
     )
     table.add_column("axis", no_wrap=True)
     table.add_column("change", overflow="fold", min_width=16)
     for name in ("effect", "95 %"):
         table.add_column(name, justify="right", no_wrap=True)
-    further = _further(companion, width)
     for name in further:
         table.add_column(name, justify="right", no_wrap=True)
     for entry in block.effects:
@@ -115,8 +118,7 @@ def _interactions(block: Block, width: int) -> list[Any]:
 
 def _path(block: Block, width: int) -> Table:
     metric = block.metric
-    table = _table("from capkv to jacap, one choice at a time", "")
-    table.caption = None
+    table = _table("from capkv to jacap, one choice at a time")
     table.add_column("step")
     table.add_column(metric, justify="right", no_wrap=True)
     table.add_column("change", justify="right", no_wrap=True)
@@ -133,8 +135,7 @@ def _path(block: Block, width: int) -> Table:
 
 def _beside(block: Block, width: int) -> Table:
     metric = block.metric
-    table = _table("beside known policies", "")
-    table.caption = None
+    table = _table("beside known policies")
     table.add_column("policy", overflow="fold")
     table.add_column(metric, justify="right", no_wrap=True)
     for cell in block.beside:
