@@ -54,7 +54,7 @@ def _effects(block: Block, companion: str | None, result: Result, width: int) ->
     if "alone" in further:
         caption += " Alone: at the reference."
     if "layers" in further:
-        caption += " Layers: how many move the same way. Kept: overlap with the reference's tokens, 1 is the same."
+        caption += " Tried in: contexts. Layers: how many move the same way. Kept: overlap with the reference's tokens, 1 is the same."
     table = _table(
         f"{manifest['model']}, {count} sequence{'s' * (count != 1)}, layers {manifest['layers']['text']}, ratio "
         f"{block.ratio:g}: what each change does to {metric}",
@@ -68,6 +68,7 @@ def _effects(block: Block, companion: str | None, result: Result, width: int) ->
         table.add_column(name, justify="right", no_wrap=True)
     for entry in block.effects:
         cells = {
+            "tried in": str(entry["contexts"]),
             "alone": number(entry["at_reference"], metric, True),
             f"with {companion}": number(entry["with_companion"], metric, True),
             "layers": "-" if entry["layers_agreeing"] is None else f"{entry['layers_agreeing']} of {entry['layers']}",
@@ -89,7 +90,7 @@ def _further(companion: str | None, width: int) -> list[str]:
     if width < _MIDDLE:
         return []
     pair = [] if companion is None else [f"with {companion}"]
-    return ["alone", *pair] if width < _WIDE - 10 else ["alone", *pair, "layers", "kept"]
+    return ["alone", *pair] if width < _WIDE - 10 else ["tried in", "alone", *pair, "layers", "kept"]
 
 
 def _interactions(block: Block, width: int) -> list[Any]:
