@@ -87,9 +87,21 @@ AXES: tuple[Axis, ...] = (
         ),
         True,
     ),
-    Axis("response", "how a token's logit spreads over queries", _choices("response", "none", "full", "diagonal"), True),
-    Axis("competition", "whether shifts common to all logits cancel", _choices("competition", "centred", "diagonal"), True),
-    Axis("directions", "what a token adds to: values or outputs", _choices("directions", "outputs", "fisher", "values"), True),
+    Axis(
+        "response", "how a token's logit spreads over queries", _choices("response", "none", "full", "diagonal"), True
+    ),
+    Axis(
+        "competition",
+        "whether shifts common to all logits cancel",
+        _choices("competition", "centred", "diagonal"),
+        True,
+    ),
+    Axis(
+        "directions",
+        "what a token adds to: values or outputs",
+        _choices("directions", "outputs", "fisher", "values"),
+        True,
+    ),
     Axis("leverage", "whether redundant values count less", _choices("leverage", "false", "true"), True),
     Axis("ridge", "how much noise leverage is held against", _choices("ridge", "relative", "identity", "0.01"), True),
     Axis(
@@ -98,7 +110,12 @@ AXES: tuple[Axis, ...] = (
         _choices("statistics", "window:256", "ema:0.99", "prompt", "mixture:4", "rope_mean"),
         True,
     ),
-    Axis("selector", "tokens chosen at once, or one after the other", _choices("selector", "greedy", "two_pass", "one_shot"), True),
+    Axis(
+        "selector",
+        "tokens chosen at once, or one after the other",
+        _choices("selector", "greedy", "two_pass", "one_shot"),
+        True,
+    ),
     Axis(
         "blend",
         "whether measured attention or damage joins the weights",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class Values:
         """[n], the numbers that are paired: a sequence's, or with one sequence a layer's."""
         if unit == "sequences":
             return self.sequences
-        return self.layers[0][~np.isnan(self.layers[0])]
+        known: Numbers = self.layers[0][~np.isnan(self.layers[0])]
+        return known
 
 
 Measured = Mapping[tuple[str, str | None], Values]  # by Variant.point
@@ -101,7 +103,7 @@ def steps(path: list[tuple[str, Variant]], measured: Measured) -> list[dict[str,
             **_over_contexts(None, [(before, after)], measured, unit),
             "rank": None,
         }
-        for (_, before), (said, after) in zip(path[:-1], path[1:], strict=True)
+        for (_, before), (said, after) in itertools.pairwise(path)
     ]
 
 
@@ -184,7 +186,8 @@ def _over_layers(differences: Numbers) -> Numbers:
     """[S, L] -> the mean over sequences of each layer that is known in some."""
     known = ~np.isnan(differences)
     counts = known.sum(0)
-    return (np.where(known, differences, 0.0).sum(0)[counts > 0]) / counts[counts > 0]
+    means: Numbers = np.where(known, differences, 0.0).sum(0)[counts > 0] / counts[counts > 0]
+    return means
 
 
 def _log_ratio(without: float, with_: float) -> float | None:

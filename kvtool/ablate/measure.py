@@ -145,7 +145,8 @@ def _slim(part: Part) -> Part:
     partials = []
     for cell in part.partials:
         gradients = cell[PredictedKL.name]
-        partials.append({**cell, PredictedKL.name: {**gradients, "dot": gradients["dot"].sum(1, keepdim=True)}})
+        summed = gradients["dot"].to(torch.float64).sum(1, keepdim=True)
+        partials.append({**cell, PredictedKL.name: {**gradients, "dot": summed}})
     return Part({}, partials)
 
 
@@ -187,6 +188,5 @@ def seconds(groups: list[Group], reference: str, dear: Mapping[str, set[str]], w
     costs = dict.fromkeys((label for group in groups for label, _ in group.plan.policies), usual)
     for label, alike in dear.items():
         cost = max(usual, timed([label]))
-        costs |= {other: cost for other in alike}
+        costs |= dict.fromkeys(alike, cost)
     return len(work) * sum(costs[label] for group in groups for label, _ in group.plan.policies)
-

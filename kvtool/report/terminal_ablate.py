@@ -54,7 +54,8 @@ def _effects(block: Block, companion: str | None, result: Result, width: int) ->
     if "alone" in further:
         caption += " Alone: at the reference."
     if "layers" in further:
-        caption += " Tried in: contexts. Layers: how many move the same way. Kept: overlap with the reference's tokens, 1 is the same."
+        caption += " Tried in: contexts. Layers: how many move the same way."
+        caption += " Kept: overlap with the reference's tokens, 1 is the same."
     table = _table(
         f"{manifest['model']}, {count} sequence{'s' * (count != 1)}, layers {manifest['layers']['text']}, ratio "
         f"{block.ratio:g}: what each change does to {metric}",
@@ -143,7 +144,7 @@ def _beside(block: Block, width: int) -> Table:
         name = Text(cell["policy"])
         if cell["oracle"]:
             name.append("  (oracle)")
-        if cell is block.reference:
+        if cell["policy"] == block.reference["policy"]:
             name.append("  reference")
         elif cell["policy"] == block.best["policy"]:
             name.append("  best tried")

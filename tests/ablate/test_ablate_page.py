@@ -17,7 +17,7 @@ def test_every_axis_has_its_line() -> None:
     lines = {line.split("`")[1]: line for line in PAGE.splitlines() if line.startswith("| `")}
     for axis in AXES:
         line = lines[axis.name]
-        assert [word for word in re.findall(r"`([^`]+)`", line)[1:]] == [level.name for level in axis.levels]
+        assert re.findall(r"`([^`]+)`", line)[1:] == [level.name for level in axis.levels]
         assert axis.question in line
         assert line.rstrip(" |").endswith("yes") == axis.paired
 

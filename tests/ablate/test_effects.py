@@ -76,7 +76,7 @@ def test_effects_equal_a_dumb_loop(design: Design) -> None:
         per_layer = generator.random((sequences, layers)) + 0.1
         measured[variant.point] = Values(per_layer.mean(1), per_layer)
     t_of_3 = 3.182446305284263
-    mains = [first for first in dict.fromkeys(c.axis for c in design.singles)]
+    mains = list(dict.fromkeys(c.axis for c in design.singles))
     paired = {axis.name for axis in AXES if axis.paired}
     company = [next(c for c in design.singles if c.axis == axis) for axis in mains if axis in paired]
     for entry in main_effects(design, measured):
