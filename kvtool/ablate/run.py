@@ -17,11 +17,13 @@ from kvtool.ablate.path import BESIDE, capkv_to_jacap, named
 from kvtool.errors import KvtoolError
 from kvtool.registry import did_you_mean
 from kvtool.replay.coverage import Coverage, coverage, over_sequences
+from kvtool.replay.decide import donor_of
 from kvtool.replay.gather import Work, by_sequence, manifest_of
 from kvtool.replay.notes import sentences
 from kvtool.replay.parts import Store
 from kvtool.replay.plan import Plan, make_plan
-from kvtool.replay.work import servable, work_of
+from kvtool.replay.serving import missing_for
+from kvtool.replay.work import work_of
 from kvtool.result import ABLATE, Result, table_of
 from kvtool.trace import Trace, open_trace
 
@@ -240,17 +242,20 @@ def _prepare(
     work = work_of(trace, plan, layers, sequences)
     path, beside = capkv_to_jacap(), [named(name) for name in BESIDE]
     wanted = [*design.variants.values(), *(variant for _, variant in path), *beside]
-    everything = make_plan(list(dict.fromkeys(v.label for v in wanted)), controls=False)
-    kept, refused = servable(everything, work, optional=True)
-    served = dict(kept.policies)
-    reasons = dict(line.split(" is left out: ", 1) for line in refused)
+    served = dict(make_plan([variant.label for variant in wanted], controls=False).policies)
+    donors = [(donor_of(sequence, sequence.layer(layer_id)), step) for sequence, layer_id, step in work]
+    reasons = {}
+    for label, policy in served.items():
+        reason = next((r for donor, step in donors if (r := missing_for(policy, donor, step)) is not None), None)
+        if reason is not None:
+            reasons[label] = reason
     design = design.without(reasons)
     warnings = list(design.notes)
     if any(variant.label in reasons for _, variant in path):
         warnings.append("the path from capkv to jacap is left out: " + next(iter(reasons.values())))
         path = []
     warnings += [f"{v.label} is left out: {reasons[v.label]}" for v in beside if v.label in reasons]
-    beside = [variant for variant in beside if variant.label in served]
+    beside = [variant for variant in beside if variant.label not in reasons]
     points: dict[str | None, dict[str, None]] = {None: {}}
     for variant in [*design.variants.values(), *(variant for _, variant in path), *beside]:
         points.setdefault(variant.protected, {})[variant.label] = None
