@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,12 @@ class Block:
     @property
     def reference(self) -> dict[str, Any]:
         return next(cell for cell in self.cells if cell["kind"] == "reference")
+
+    @property
+    def digits(self) -> int:
+        """Decimals that show three digits of the reference's number, at least 4."""
+        size = self.reference[self.metric]
+        return max(4, 2 - math.floor(math.log10(size))) if size > 0 else 4
 
     @property
     def best(self) -> dict[str, Any]:
@@ -73,11 +80,11 @@ def blocks(result: Result) -> list[Block]:
     return found
 
 
-def number(value: float | None, metric: str, sign: bool = False) -> str:
-    """Predicted KL spans orders of magnitude: significant digits; relative errors: four decimals."""
+def number(value: float | None, digits: int, sign: bool = False) -> str:
+    """With `digits` decimals; never a negative zero."""
     if value is None:
         return "-"
-    text = f"{value:#.3g}" if metric == "predicted_kl" else f"{value:.4f}"
+    text = f"{value:.{digits}f}"
     if float(text) == 0:
         return text.lstrip("-")
     return f"+{text}" if sign and value > 0 else text
@@ -90,40 +97,40 @@ def sure(entry: dict[str, Any]) -> bool:
 
 def verdicts(block: Block) -> list[str]:
     """What the study found, most important first; the first sentence names the axis with the largest effect."""
-    metric = block.metric
+    metric, digits = block.metric, block.digits
     if not block.effects:
         return [f"ratio {block.ratio:g}: no axis changes which tokens stay"]
     first = block.effects[0]
-    said = [f"ratio {block.ratio:g}: {first['axis']} changes most: {_effect(first, metric)}"]
+    said = [f"ratio {block.ratio:g}: {first['axis']} changes most: {_effect(first, metric, digits)}"]
     own = next((e for e in block.effects if e["axis"] != "protection"), None)
     if own is not None and own is not first:
-        said.append(f"of the policy's own choices {own['axis']} changes most: {_effect(own, metric)}")
+        said.append(f"of the policy's own choices {own['axis']} changes most: {_effect(own, metric, digits)}")
     best, reference = block.best, block.reference
     if best["kind"] != "reference":
         others = [c for c in block.cells if c["kind"] == "beside" and c["policy"] == "snapkv"]
-        beside = "".join(f"; {c['policy']} {number(c[metric], metric)}" for c in others)
+        beside = "".join(f"; {c['policy']} {number(c[metric], digits)}" for c in others)
         said.append(
-            f"best tried: {best['policy']} {number(best[metric], metric)}, "
-            f"the reference {reference['policy']} {number(reference[metric], metric)}{beside}"
+            f"best tried: {best['policy']} {number(best[metric], digits)}, "
+            f"the reference {reference['policy']} {number(reference[metric], digits)}{beside}"
         )
     else:
-        said.append(f"no change tried beats the reference {best['policy']} ({number(best[metric], metric)})")
+        said.append(f"no change tried beats the reference {best['policy']} ({number(best[metric], digits)})")
     if block.interactions and block.interactions[0]["interaction"]:
         pair = block.interactions[0]
         said.append(
-            f"strongest interaction: {pair['level_b']} does {number(pair['b_alone'], metric, True)} alone and "
-            f"{number(pair['b_with_a'], metric, True)} with {pair['level_a']}"
+            f"strongest interaction: {pair['level_b']} does {number(pair['b_alone'], digits, True)} alone and "
+            f"{number(pair['b_with_a'], digits, True)} with {pair['level_a']}"
         )
     return said
 
 
-def _effect(entry: dict[str, Any], metric: str) -> str:
+def _effect(entry: dict[str, Any], metric: str, digits: int) -> str:
     verb = "lowers" if entry["effect"] < 0 else "raises"
     unit = " nats per step" if metric == "predicted_kl" else ""
     mean = f" (mean of {entry['contexts']} contexts)" if entry["contexts"] > 1 else ""
     return (
-        f"{entry['level']} instead of {entry['instead_of']} {verb} {metric} by {number(abs(entry['effect']), metric)}"
-        f"{unit}{mean}, at the reference from {number(entry['without'], metric)} to {number(entry['with'], metric)}"
+        f"{entry['level']} instead of {entry['instead_of']} {verb} {metric} by {number(abs(entry['effect']), digits)}"
+        f"{unit}{mean}, at the reference from {number(entry['without'], digits)} to {number(entry['with'], digits)}"
     )
 
 

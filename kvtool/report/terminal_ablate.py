@@ -40,14 +40,19 @@ def _table(title: str, caption: str | None = None) -> Table:
     return Table(title=title, title_justify="left", caption=caption, caption_justify="left")
 
 
-def _interval(entry: dict[str, Any], metric: str) -> str:
+def _spaced(level: str) -> Text:
+    """A narrow column breaks lines between parameters, not inside them."""
+    return Text(level.replace(",", ", "))
+
+
+def _interval(entry: dict[str, Any], digits: int) -> str:
     if entry["low"] is None:
         return "-"
-    return f"{number(entry['low'], metric, True)} … {number(entry['high'], metric, True)}"
+    return f"{number(entry['low'], digits, True)} … {number(entry['high'], digits, True)}"
 
 
 def _effects(block: Block, companion: str | None, result: Result, width: int) -> Table:
-    metric, manifest = block.metric, result.manifest
+    metric, digits, manifest = block.metric, block.digits, result.manifest
     count = manifest["sequences"]["count"]
     further = _further(companion, width)
     caption = "Effect: mean over the contexts a change was tried in; below 0 is better."
@@ -70,16 +75,16 @@ def _effects(block: Block, companion: str | None, result: Result, width: int) ->
     for entry in block.effects:
         cells = {
             "tried in": str(entry["contexts"]),
-            "alone": number(entry["at_reference"], metric, True),
-            f"with {companion}": number(entry["with_companion"], metric, True),
+            "alone": number(entry["at_reference"], digits, True),
+            f"with {companion}": number(entry["with_companion"], digits, True),
             "layers": "-" if entry["layers_agreeing"] is None else f"{entry['layers_agreeing']} of {entry['layers']}",
             "kept": f"{entry['overlap']:.2f}",
         }
         table.add_row(
             entry["axis"],
-            Text(entry["level"]),
-            number(entry["effect"], metric, True),
-            _interval(entry, metric),
+            _spaced(entry["level"]),
+            number(entry["effect"], digits, True),
+            _interval(entry, digits),
             *(cells[name] for name in further),
             style="bold" if sure(entry) else None,
         )
@@ -95,7 +100,7 @@ def _further(companion: str | None, width: int) -> list[str]:
 
 
 def _interactions(block: Block, width: int) -> list[Any]:
-    metric = block.metric
+    digits = block.digits
     told = [pair for pair in block.interactions if pair["interaction"]]
     if not told:
         return []
@@ -109,34 +114,34 @@ def _interactions(block: Block, width: int) -> list[Any]:
     for name in names:
         table.add_column(name, justify="right", no_wrap=name != names[-1])
     for pair in told[:SHOWN_INTERACTIONS]:
-        cells = [number(pair["interaction"], metric, True)]
+        cells = [number(pair["interaction"], digits, True)]
         if width >= _MIDDLE:
-            cells.append(_interval(pair, metric))
-        cells.append(f"{number(pair['b_alone'], metric, True)} → {number(pair['b_with_a'], metric, True)}")
+            cells.append(_interval(pair, digits))
+        cells.append(f"{number(pair['b_alone'], digits, True)} → {number(pair['b_with_a'], digits, True)}")
         style = "bold" if sure(pair) else None
-        table.add_row(Text(pair["level_a"]), Text(pair["level_b"]), *cells, style=style)
+        table.add_row(_spaced(pair["level_a"]), _spaced(pair["level_b"]), *cells, style=style)
     return [table]
 
 
 def _path(block: Block, width: int) -> Table:
-    metric = block.metric
+    metric, digits = block.metric, block.digits
     table = _table("from capkv to jacap, one choice at a time")
     table.add_column("step")
     table.add_column(metric, justify="right", no_wrap=True)
     table.add_column("change", justify="right", no_wrap=True)
     if width >= _MIDDLE:
         table.add_column("95 %", justify="right", no_wrap=True)
-    table.add_row("capkv", number(block.steps[0]["without"], metric), "")
+    table.add_row("capkv", number(block.steps[0]["without"], digits), "")
     for step in block.steps:
-        cells = [number(step["with"], metric), number(step["effect"], metric, True)]
+        cells = [number(step["with"], digits), number(step["effect"], digits, True)]
         if width >= _MIDDLE:
-            cells.append(_interval(step, metric))
+            cells.append(_interval(step, digits))
         table.add_row(Text(step["level"]), *cells, style="bold" if sure(step) else None)
     return table
 
 
 def _beside(block: Block, width: int) -> Table:
-    metric = block.metric
+    metric, digits = block.metric, block.digits
     table = _table("beside known policies")
     table.add_column("policy", overflow="fold")
     table.add_column(metric, justify="right", no_wrap=True)
@@ -148,5 +153,5 @@ def _beside(block: Block, width: int) -> Table:
             name.append("  reference")
         elif cell["policy"] == block.best["policy"]:
             name.append("  best tried")
-        table.add_row(name, number(cell[metric], metric))
+        table.add_row(name, number(cell[metric], digits))
     return table
