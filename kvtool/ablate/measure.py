@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -22,6 +23,8 @@ from kvtool.replay.parts import Part, Store
 from kvtool.replay.plan import Plan
 from kvtool.replay.unit import METRICS, run_unit
 from kvtool.trace import Sequence, Trace
+
+SMALL = 1024  # tokens before an event up to which one thread is quicker: splitting costs more than the work
 
 Progress = Callable[[int, int, str], None]
 # What can order a study, the most telling first.
@@ -101,6 +104,18 @@ def _by_layer(metric: str, partials: list[dict[str, dict[str, torch.Tensor]]]) -
     shares = PredictedKL().shares([partial[PredictedKL.name] for partial in partials])["predicted_kl_share"]
     drawn = sum(bool((~torch.isnan(share)).all()) for share in shares)
     return [float(share.sum()) * drawn for share in shares]
+
+
+@contextlib.contextmanager
+def threads_for(work: Work, threads: int | None) -> Iterator[None]:
+    """CPU threads for a study: `threads`, else one for small traces and torch's choice for larger ones."""
+    before = torch.get_num_threads()
+    small = max(step for _, _, step in work) <= SMALL
+    torch.set_num_threads(threads or (1 if small else before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def measure(

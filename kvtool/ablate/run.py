@@ -12,7 +12,7 @@ from typing import Any
 from kvtool.ablate.axes import PROTECTION, choose
 from kvtool.ablate.design import Design, Variant, make_design
 from kvtool.ablate.effects import Measured, interaction_entries, main_effects, steps, unit_of
-from kvtool.ablate.measure import ORDERING, Found, Group, Progress, measure, seconds
+from kvtool.ablate.measure import ORDERING, Found, Group, Progress, measure, seconds, threads_for
 from kvtool.ablate.path import BESIDE, capkv_to_jacap, named
 from kvtool.errors import KvtoolError
 from kvtool.registry import did_you_mean
@@ -42,6 +42,7 @@ def ablate(
     sequences: Iterable[int] | None = None,
     evaluate: str = "live",
     precision: str = "float32",
+    threads: int | None = None,
     output: str | Path | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -58,6 +59,7 @@ def ablate(
         interactions: try changes two at a time as well.
         metric: `predicted_kl`, `mean_layer_error` or `mean_output_error`; None is the first that the trace serves.
         ratios, sinks, window, layers, sequences, evaluate, precision: as for kvtool.replay.
+        threads: on the CPU; None is one for prompts up to 1,024 tokens, else torch's choice.
         progress: called with (done, total, what); notes: with one sentence.
 
     Raises:
@@ -88,20 +90,21 @@ def ablate(
     missing = study.missing()
     if metric in missing:
         raise KvtoolError("trace-lacks", f"--metric {metric} cannot be measured: {missing[metric]}")
-    if notes is not None:
-        notes(study.cost())
-    if store is None:
-        return study.result(measure(opened, study.groups, study.label, study.work, None, progress), metric)
-    store.open()
-    finished = False
-    try:
-        found = measure(opened, study.groups, study.label, study.work, store, progress)
-        result = study.result(found, metric)
-        result.save(store.output)
-        finished = True
-    finally:
-        store.close(finished=finished)
-    return result
+    with threads_for(study.work, threads):
+        if notes is not None:
+            notes(study.cost())
+        if store is None:
+            return study.result(measure(opened, study.groups, study.label, study.work, None, progress), metric)
+        store.open()
+        finished = False
+        try:
+            found = measure(opened, study.groups, study.label, study.work, store, progress)
+            result = study.result(found, metric)
+            result.save(store.output)
+            finished = True
+        finally:
+            store.close(finished=finished)
+        return result
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,9 @@ def command(
         str, typer.Option(help="live: queries see what is left and all new tokens; pool: the candidates only.")
     ] = "live",
     precision: Annotated[str, typer.Option(help="float32 or float64 arithmetic.")] = "float32",
-    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. Default: one for prompts up to 1,024 tokens, else torch's choice.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for Parquet tables; resumes there.")
     ] = None,
@@ -62,6 +64,7 @@ def command(
             sequences=parse_ids(sequences, "--sequences"),
             evaluate=evaluate,
             precision=precision,
+            threads=threads,
             output=output,
             force=force,
             progress=progress,

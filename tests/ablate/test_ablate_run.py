@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import kvtool.ablate.measure
 from kvtool.ablate.measure import Group
@@ -175,6 +176,16 @@ def test_gradients_order_by_predicted_kl_and_layers_add_up() -> None:
     assert entry["effect"] == pytest.approx(moved.mean(), rel=1e-9)
     half = 2.7764451051977987 * moved.std(ddof=1) / np.sqrt(5)
     assert (entry["low"], entry["high"]) == pytest.approx((moved.mean() - half, moved.mean() + half), rel=1e-9)
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(None, 1), (2, 2)])
+def test_small_traces_run_on_one_thread_unless_told_otherwise(
+    threads: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    ablate(TINY, axes="ridge", layers=[0], threads=threads, interactions=False)
+    assert seen == [expected, torch.get_num_threads()]
 
 
 def test_several_ratios_stand_beside_each_other() -> None:
