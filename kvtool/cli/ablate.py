@@ -33,7 +33,7 @@ def command(
     ] = "live",
     precision: Annotated[str, typer.Option(help="float32 or float64 arithmetic.")] = "float32",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads. Default: one for prompts up to 1,024 tokens, else torch's choice.")
+        int | None, typer.Option(help="CPU threads. Default: 1 for short prompts, else torch's choice.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for Parquet tables; resumes there.")
