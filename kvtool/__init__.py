@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvtool.ablate import ablate as ablate
     from kvtool.capture import capture as capture
     from kvtool.errors import KvtoolError as KvtoolError
     from kvtool.live import live as live
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "KvtoolError": "kvtool.errors",
     "Result": "kvtool.result",
+    "ablate": "kvtool.ablate",
     "capture": "kvtool.capture",
     "live": "kvtool.live",
     "open_trace": "kvtool.trace",

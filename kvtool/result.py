@@ -19,11 +19,15 @@ from kvtool.errors import KvtoolError
 from kvtool.files import fsync_folder, write_durably, writing
 from kvtool.manifest import digest
 
-SCHEMA, LIVE = "kvtool.replay/1", "kvtool.live/1"
+SCHEMA, LIVE, ABLATE = "kvtool.replay/1", "kvtool.live/1", "kvtool.ablate/1"
 TABLES = ("cells", "layers", "rows", "ages", "evict_steps")
 OPTIONAL = ("token_shares", "decomposition", "ladder")  # only where they were asked for
 # What a result of each kind holds.
-SCHEMAS = {SCHEMA: TABLES, LIVE: ("cells", "layers", "rows", "steps", "calibration", "evict_steps")}
+SCHEMAS = {
+    SCHEMA: TABLES,
+    LIVE: ("cells", "layers", "rows", "steps", "calibration", "evict_steps"),
+    ABLATE: ("cells", "effects", "interactions"),
+}
 
 WRITING = ".writing"  # folder of a result that is being written
 # Every file that a result may leave, manifest.json apart.
@@ -65,7 +69,31 @@ OWN = {
         "ratio_high": pa.float64(),
         "pairs": pa.int32(),
         "wrong_pairs": pa.list_(pa.string()),
-    }
+    },
+    "effects": {
+        "ratio": pa.float64(),
+        **dict.fromkeys(("metric", "kind", "axis", "level", "instead_of", "policy"), pa.string()),
+        "rank": pa.int32(),
+        **dict.fromkeys(("effect", "low", "high"), pa.float64()),
+        "paired_over": pa.string(),
+        "pairs": pa.int32(),
+        **dict.fromkeys(("without", "with", "at_reference", "with_companion", "factor"), pa.float64()),
+        "contexts": pa.int32(),
+        "lowest": pa.float64(),
+        "lowest_with": pa.string(),
+        "highest": pa.float64(),
+        "highest_with": pa.string(),
+        **dict.fromkeys(("layers_agreeing", "layers"), pa.int32()),
+    },
+    "interactions": {
+        "ratio": pa.float64(),
+        **dict.fromkeys(("metric", "axis_a", "level_a", "axis_b", "level_b", "policy"), pa.string()),
+        "rank": pa.int32(),
+        **dict.fromkeys(("interaction", "low", "high"), pa.float64()),
+        "paired_over": pa.string(),
+        "pairs": pa.int32(),
+        **dict.fromkeys(("a_alone", "a_with_b", "b_alone", "b_with_a", "together"), pa.float64()),
+    },
 }
 # Columns that count something: whole numbers per entry; means of them over layers or sequences need not be.
 COUNTS = ("achieved", "candidates", "ties", "undefined_heads", "undefined_layers", "undefined_steps")
@@ -76,7 +104,8 @@ KINDS = {
     **dict.fromkeys(("predicted_kl_block", "predicted_kl_steps", "predicted_kl_draws"), pa.int64()),
     **dict.fromkeys(("evict_step", "tokens"), pa.list_(pa.int32())),
     "shares": pa.list_(pa.float64()),
-    "predicted_kl_partial": pa.string(),
+    **dict.fromkeys(("predicted_kl_partial", "protected"), pa.string()),
+    "changes": pa.list_(pa.string()),
     **dict.fromkeys(("oracle", "frozen", "capacity_mc_saturated_unit", "capacity_mc_saturated_scaled"), pa.bool_()),
     **dict.fromkeys(("queries", "pool", "kept", "samples"), pa.int32()),
 }

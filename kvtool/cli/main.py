@@ -13,7 +13,7 @@ import traceback
 
 import typer
 
-from kvtool.cli import capture, import_, inspect, live, policies, replay
+from kvtool.cli import ablate, capture, import_, inspect, live, policies, replay
 from kvtool.errors import KvtoolError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("inspect")(inspect.command)
 app.command("policies")(policies.command)
 app.command("replay")(replay.command)
 app.command("live")(live.command)
+app.command("ablate")(ablate.command)
 
 verbosity = 0
 

@@ -44,8 +44,8 @@ def gather(
         for name in ("layers", "rows"):
             tables[name] = with_columns(tables[name], shares[name])
     whole = {name: concatenate([tables[name] for tables in by_part]) for name in by_part[0]}
-    whole["cells"] = table_of("cells", _cells(plan, work, parts, covered))
-    return Result(_manifest(trace, plan, work), whole, warnings)
+    whole["cells"] = table_of("cells", cell_entries(plan, work, parts, covered))
+    return Result(manifest_of(trace, plan, work), whole, warnings)
 
 
 def arrow_tables(parts: list[Part]) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def _defined(values: Tensor) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.reshape(-1).tolist()]
 
 
-def _cells(plan: Plan, work: Work, parts: list[Part], covered: Mapping[int, Coverage]) -> list[dict[str, Any]]:
+def cell_entries(plan: Plan, work: Work, parts: list[Part], covered: Mapping[int, Coverage]) -> list[dict[str, Any]]:
     """One entry per cell and sequence, and one with `sequence` null: the mean over sequences."""
     entries = []
     metrics, together = _metrics(plan), over_sequences(covered)
@@ -125,7 +125,8 @@ def _described(covered: Coverage) -> dict[str, Any]:
     return {"predicted_kl_block": covered.block, "predicted_kl_partial": covered.label}
 
 
-def _manifest(trace: Trace, plan: Plan, work: Work) -> dict[str, Any]:
+def manifest_of(trace: Trace, plan: Plan, work: Work) -> dict[str, Any]:
+    """What was replayed, of which trace, with which versions."""
     layer_ids = sorted({layer_id for _, layer_id, _ in work})
     indices = sorted({s.index for s, _, _ in work})
     return {

@@ -22,6 +22,7 @@ FLOORS = {
     "testing": 3,
     "live": 3,
     "decomposition": 3,
+    "ablate": 3,
     "report": 4,
     "cli": 5,
 }
