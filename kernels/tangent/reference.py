@@ -151,6 +151,13 @@ def attend(
     return output
 
 
+def attention_weights(
+    queries: Tensor, keys: Tensor, *, scale: float, softcap: float | None = None, sink_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """a_i of every query [G, F, n] and the sink's own share [G, F]; all at once, so for few queries only."""
+    return _softmax(_logits(queries, keys, scale, softcap), sink_logits)
+
+
 def _check(queries: Tensor, keys: Tensor, directions: Tensor, sink_logits: Tensor | None) -> None:
     fits = queries.ndim == 3 and keys.ndim == 2 and directions.ndim == 2
     if not fits or keys.shape[1] != queries.shape[2] or keys.shape[0] != directions.shape[0]:

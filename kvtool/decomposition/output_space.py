@@ -14,7 +14,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from kvtool.kernels.tangent import Tangent, attend
+from kvtool.kernels.tangent import Tangent, attention_weights
 
 TERMS = ("selection", "taylor", "diagonal")
 PAIRS = tuple(combinations(TERMS, 2))
@@ -87,11 +87,12 @@ def tangent_residual(
     step = torch.where(still, 0.0, STEP / torch.where(still, 1.0, largest))
     moved = step * shift
     both = torch.cat([centre[:, None] + moved, centre[:, None] - moved], dim=1)
-    outputs = attend(
-        both, tangent.keys, tangent.directions, scale=tangent.scale, softcap=softcap, sink_logits=sink_logits
-    )
-    ahead, behind = outputs.chunk(2, dim=1)
-    differences = torch.where(still, 0.0, (ahead - behind) / torch.where(still, 1.0, 2 * step))
+    how = {"scale": tangent.scale, "softcap": softcap, "sink_logits": sink_logits}
+    weights, sink = (torch.sub(*found.chunk(2, dim=1)) for found in attention_weights(both, tangent.keys, **how))
+    # Weights and the sink's add up to 1 on both sides, so what their sum moves is rounding. Where one token holds
+    # nearly all of the weight, that rounding is as large as the tangent; along the output it is taken off.
+    rounding = (weights.sum(-1) + sink)[:, :, None] * tangent.output[:, None]
+    differences = torch.where(still, 0.0, (weights @ tangent.directions - rounding) / torch.where(still, 1.0, 2 * step))
     longest = tangent.directions.norm(dim=1).amax()
     return _norm(differences - straight) / torch.maximum(_norm(straight), FLOOR * longest)
 

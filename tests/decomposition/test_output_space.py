@@ -114,3 +114,18 @@ def test_the_identity_residual_is_what_the_total_lacks():
     terms, *_ = terms_of(*problem())
     wrong = replace(terms, total=terms.total + 1e-3 * terms.pool)
     assert float(wrong.columns()["identity_residual"][0]) == pytest.approx(1e-3, rel=1e-9)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_one_dominant_token_drowns_no_residual_in_rounding(sinks):
+    """All but 1e-9 of the weight on one token, whose direction is long: the tangent is tiny beside the output."""
+    queries, keys, values, chosen, centre, how = problem(sinks=sinks)
+    keys[chosen[0]] = 60.0 * centre.mean(0) / centre.mean(0).norm() ** 2 / how["scale"]
+    centre = centre.mean(0, keepdim=True).repeat(2, 1)
+    values[chosen[0]] *= 100
+    tangent = tangent_at(centre, keys[chosen], values[chosen], **how)
+    assert float(tangent.weights.amax()) > 1 - 1e-9
+    shift, full = queries - centre[:, None], tangent.full_matrix()
+    assert (tangent_residual(shift, centre, tangent, full, None, how["sink_logits"]) < 1e-7).all()
+    wrong = full + 1e-4 * values.norm(dim=1).amax()
+    assert (tangent_residual(shift, centre, tangent, wrong, None, how["sink_logits"]) > 1e-2).all()
