@@ -14,7 +14,7 @@ from kvtool.words import spans
 
 EXPONENTIAL = 8  # what an exponential costs, in multiplications
 CALL_CELL, CALL_HEAD = 2e7, 1e7  # what one cell of a layer costs the replay, and one of its heads the decomposition
-DAMAGE, RUNGS = 6e3, 4e4  # what a subset of a sub-cache costs by itself, and for a policy with an objective
+DAMAGE, RUNGS = 2e3, 1e4  # what a subset of a sub-cache costs by itself, and for a policy with an objective
 
 Work = list[tuple[Sequence, int, int]]
 
@@ -114,7 +114,7 @@ def stated_cost(plan: Plan, work: Work) -> str:
             sub_caches += asked.samples * geometry.kv_heads
             sets = asked.samples * asked.subsets * geometry.query_heads
             searching = sum(type(policy).objective is not Policy.objective for _, policy in plan.policies)
-            added += sets * (queries * geometry.value_dim + DAMAGE + searching * RUNGS)
+            added += sets * (queries * geometry.value_dim / 4 + DAMAGE + searching * RUNGS)
     text = f"decomposing {len(plan.cells)} cells x {heads} query heads x up to {most} queries"
     if sub_caches:
         text += f", and exact search over {asked.subsets:,} subsets in each of {sub_caches:,} sub-caches"
