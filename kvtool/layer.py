@@ -85,6 +85,9 @@ class Gradients:
     probe: Literal["signs", "tokens"] = "tokens"
 
 
+_INFORMATION = "information from "  # and the name of a calibration trace: the key of a loader
+
+
 @dataclass(frozen=True, eq=False)
 class Layer:
     """One layer of one sequence. Arrays are loaded on first use, in the compute dtype.
@@ -149,6 +152,24 @@ class Layer:
     def has(self, name: str) -> bool:
         """Whether the optional array `name` is stored."""
         return name in self.loaders
+
+    def with_information(self, calibration: str, load: Callable[[], Tensor]) -> Layer:
+        """The same layer with the Fisher information [H, Dv, Dv] that a calibration trace says of it."""
+        return replace(self, loaders={**self.loaders, _INFORMATION + calibration: load})
+
+    def information(self, calibration: str) -> Tensor:
+        """[H, Dv, Dv] float64, the mean of g g^T over the gradients of the trace named `calibration`.
+
+        Raises:
+            KvtoolError: code `trace-lacks` where nobody brought it.
+        """
+        if _INFORMATION + calibration not in self.loaders:
+            raise KvtoolError(
+                "trace-lacks",
+                f"layer {self.geometry.layer} was not brought together with the calibration trace {calibration}",
+                "replay does so; a policy called by hand needs Layer.with_information",
+            )
+        return self.loaders[_INFORMATION + calibration]().to(torch.float64)
 
     def with_dtype(self, dtype: torch.dtype) -> Layer:
         """The same layer computing in `dtype`."""

@@ -168,6 +168,10 @@ class View:
         stop = int(torch.searchsorted(steps, last_drawn(self._layer, self.step)))
         return stored[:, :, max(0, stop - count) : stop]
 
+    def information(self, calibration: str) -> Tensor:
+        """[H, Dv, Dv] float64, the mean of g g^T over another trace's gradients (see Layer.information)."""
+        return self._layer.information(calibration)
+
     def stream(self, seed: int, head: int) -> np.random.Generator:
         """The random stream of (seed, prompt, layer, head, event): the same in any order of work."""
         key = f"{seed}/{self._layer.prompt_digest}/{self.geometry.layer}/{head}/{self.step}"

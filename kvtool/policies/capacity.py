@@ -63,6 +63,7 @@ class Capacity(Policy):
     competition: Literal["diagonal", "centred"] = "diagonal"
     directions: DirectionKind = "values"
     fisher_steps: int = 256
+    calibration: str | None = None
     leverage: bool = True
     ridge: Literal["identity", "relative"] | float = "identity"
     weight_eps: float = 0.0
@@ -96,8 +97,12 @@ class Capacity(Policy):
         found = list(self.source.needs)
         found += ["prompt-queries"] * (self.blend < 1)
         found += ["output-projection"] * (self.directions == "outputs")
-        found += ["prompt-gradients"] * (self.directions == "fisher")
+        found += ["prompt-gradients"] * (self.directions == "fisher" and self.calibration is None)
         return tuple(dict.fromkeys(found))
+
+    @property
+    def calibration_trace(self) -> str | None:
+        return self.calibration
 
     def queries_back(self, step: int) -> int:
         if self.source.kind == "window" and self.blend == 1:
@@ -110,6 +115,8 @@ class Capacity(Policy):
         check_at_least(self, 0, "weight_eps", "exclude_first", "exclude_statistics")
         check_at_least(self, 1, "horizon", "fisher_steps")
         check_share(self, "blend")
+        if self.calibration is not None and self.directions != "fisher":
+            raise ValueError("calibration names the trace that directions=fisher reads, and directions are others")
         object.__setattr__(self, "statistics", str(self.source))  # one spelling of one choice
         if not isinstance(self.ridge, str):
             check_positive(self, "ridge")

@@ -159,7 +159,10 @@ def pool_of(policy: Capacity, view: View, found: Weights, kv_head: int) -> Pool:
         made = values[None]
     else:
         made = torch.stack(
-            [directions(values, direction_map(view, policy.directions, h, policy.fisher_steps)) for h in heads]
+            [
+                directions(values, direction_map(view, policy.directions, h, policy.fisher_steps, policy.calibration))
+                for h in heads
+            ]
         )
     if policy.competition == "diagonal":
         return Pool(weights, made, ridge)

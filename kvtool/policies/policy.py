@@ -71,6 +71,11 @@ class Policy:
         """How many of the queries just before `step` are read; derived from `needs` unless overridden."""
         return step if "prompt-queries" in self.needs else 1 if "recent-queries" in self.needs else 0
 
+    @property
+    def calibration_trace(self) -> str | None:
+        """Path of a trace of other texts whose gradients the policy reads through `view.information`, or None."""
+        return None
+
     def skips(self, geometry: Geometry) -> bool:
         """Whether this layer is left whole, whatever the budget."""
         return self.keeps_all

@@ -13,10 +13,12 @@ import torch
 from kvtool.budget import MOST_TOKENS, Budget
 from kvtool.decomposition.settings import Decompose
 from kvtool.errors import KvtoolError
+from kvtool.layer import Layer
 from kvtool.manifest import parameters, source_digest
 from kvtool.metrics.predicted_kl import WINDOW
 from kvtool.policies import ALL, Policy, Protection, policy_from_text
 from kvtool.registry import did_you_mean, spell
+from kvtool.replay.calibration import Calibration
 from kvtool.schedule import PromptEnd
 
 Evaluate = Literal["live", "pool"]
@@ -58,6 +60,7 @@ class Plan:
         kl_windows: steps in further windows of `predicted_kl`.
         token_shares: whether the predicted KL is told apart by evicted token.
         decompose: how the errors are told apart, None where they are not.
+        calibrations: traces of other texts that policies read, by the path that they name.
     """
 
     policies: list[tuple[str, Policy]]
@@ -69,6 +72,7 @@ class Plan:
     kl_windows: tuple[int, ...] = ()
     token_shares: bool = False
     decompose: Decompose | None = None
+    calibrations: dict[str, Calibration] = field(default_factory=dict)
 
     @property
     def cells(self) -> list[Cell]:
@@ -78,9 +82,19 @@ class Plan:
     def dtype(self) -> torch.dtype:
         return DTYPES[self.precision]
 
+    def calibrated(self, layer: Layer) -> Layer:
+        """`layer` with what the calibration traces say of it."""
+        for calibration in self.calibrations.values():
+            layer = calibration.joined(layer)
+        return layer
+
     def only(self, policies: list[tuple[str, Policy]]) -> Plan:
         """The same plan with these of its policies."""
         return replace(self, policies=policies)
+
+    def _calibration_digest(self, policy: Policy) -> str | None:
+        name = policy.calibration_trace
+        return None if name is None else self.calibrations[name].trace.digest
 
     def describe(self) -> dict[str, Any]:
         """Everything that decides the numbers, defaults included, for manifest and keys."""
@@ -92,6 +106,7 @@ class Plan:
                     "source": source_digest(type(policy)),
                     "oracle": policy.oracle,
                     "parameters": parameters(policy),
+                    "calibration": self._calibration_digest(policy),
                 }
                 for label, policy in self.policies
             ],
@@ -155,8 +170,10 @@ def make_plan(
     for word in [*words, *(CONTROLS if controls else ())]:
         name, policy = policy_from_text(word)
         chosen.setdefault(spell(name, policy), policy)
+    names = dict.fromkeys(policy.calibration_trace for policy in chosen.values())
     return Plan(
         policies=list(chosen.items()),
+        calibrations={name: Calibration.open(name) for name in names if name is not None},
         budgets=list(dict.fromkeys(sizes)),
         schedule=PromptEnd(evict_at),
         protection=Protection(sinks, window),

@@ -8,6 +8,7 @@ from typing import Any
 from kvtool.layer import Layer
 from kvtool.metrics import PredictedKL, columns
 from kvtool.policies import BUILT_IN, Policy, policy_from_text
+from kvtool.replay.calibration import Calibration
 from kvtool.replay.decide import donor_of
 from kvtool.rotation import Rotation
 from kvtool.view import gradients_missing
@@ -28,12 +29,13 @@ class Serving:
     reason: str | None
 
 
-def missing_for(policy: Policy, donor: Layer, step: int) -> str | None:
+def missing_for(policy: Policy, donor: Layer, step: int, calibration: Calibration | None = None) -> str | None:
     """What `policy` needs at an event before `step` and the layer does not hold, or None.
 
     Args:
         donor: the layer whose keys, values and queries are scored: the layer itself, or the one whose
             cache it reads.
+        calibration: the trace of other texts that the policy reads, if it does.
     """
     if policy.skips(donor.geometry):
         return None
@@ -51,6 +53,8 @@ def missing_for(policy: Policy, donor: Layer, step: int) -> str | None:
         return f"{where} has no output projection"
     if "prompt-gradients" in policy.needs and (lacking := gradients_missing(donor, step)) is not None:
         return lacking[0]
+    if calibration is not None and (lacking_there := calibration.missing(donor)) is not None:
+        return lacking_there
     if policy.oracle and not bool((steps >= step).any()):
         return f"{where} has no query after the event, and an oracle needs the future"
     return None

@@ -58,8 +58,8 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
         partials.append({**partial, "counts": {n: torch.tensor(v) for n, v in {**counted, "achieved": kept}.items()}})
         notes += note_unit(cell, retained, donor.geometry, sequence.index, layer_id)
     if plan.decompose is not None:
-        wide = sequence.layer(layer_id, dtype=torch.float64)
-        wide_donor = wide if donor is layer else donor_of(sequence, wide)
+        wide = plan.calibrated(sequence.layer(layer_id, dtype=torch.float64))
+        wide_donor = wide if donor is layer else plan.calibrated(donor_of(sequence, wide))
         tables |= decompose_unit(sequence.index, wide, wide_donor, plan, step, decided, say)
     return Part(tables, partials, notes)
 
@@ -70,7 +70,7 @@ def decide_cells(sequence: Sequence, layer: Layer, plan: Plan, step: int) -> lis
     A layer that reads another's keys and values inherits that layer's decisions: the token is in
     one cache only, and the donor's queries scored it.
     """
-    donor = donor_of(sequence, layer)
+    donor = plan.calibrated(donor_of(sequence, layer))
     ahead = donor.query_steps[donor.query_steps >= step]
     decided: list[RetainedSet] = []
     for label, policy in plan.policies:

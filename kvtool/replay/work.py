@@ -63,7 +63,8 @@ def servable(plan: Plan, work: list[tuple[Sequence, int, int]], optional: bool) 
     kept, warnings = [], []
     donors = [(donor_of(s, s.layer(layer_id)), step) for s, layer_id, step in work]  # each reads small arrays
     for label, policy in plan.policies:
-        reasons = (missing_for(policy, donor, step) for donor, step in donors)
+        calibration = plan.calibrations.get(policy.calibration_trace or "")
+        reasons = (missing_for(policy, donor, step, calibration) for donor, step in donors)
         reason = next((r for r in reasons if r), None)
         if reason is None:
             kept.append((label, policy))
