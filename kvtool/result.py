@@ -107,7 +107,7 @@ KINDS = {
     **dict.fromkeys(("predicted_kl_partial", "protected"), pa.string()),
     "changes": pa.list_(pa.string()),
     **dict.fromkeys(("oracle", "frozen", "capacity_mc_saturated_unit", "capacity_mc_saturated_scaled"), pa.bool_()),
-    **dict.fromkeys(("queries", "pool", "kept", "samples"), pa.int32()),
+    **dict.fromkeys(("queries", "pool", "kept", "samples", "undefined_samples"), pa.int32()),
 }
 
 
@@ -268,10 +268,18 @@ def _names(schema: str, there: Iterable[str]) -> list[str]:
     return [*SCHEMAS[schema], *(name for name in OPTIONAL if name in there)]
 
 
+def _canonical(table: pa.Table) -> pa.Table:
+    """The same table in one spelling: how it was put together, at once or from finished parts, must not show in
+    its bytes. Parquet renames the entries of lists, and appending makes chunks."""
+    kinds = [pa.list_(kind.value_type) if pa.types.is_list(kind) else kind for kind in table.schema.types]
+    named = zip(table.column_names, kinds, strict=True)
+    return table.replace_schema_metadata(None).cast(pa.schema(list(named))).combine_chunks()
+
+
 def write_parquet(table: pa.Table, path: Path) -> str:
     """Write through a buffer and a temporary name, so that a file that exists is whole; returns its SHA-256."""
     buffer = pa.BufferOutputStream()
-    pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
+    pq.write_table(_canonical(table), buffer, compression="zstd", write_page_checksum=True)
     raw = buffer.getvalue().to_pybytes()
     write_durably(path, raw)
     return hashlib.sha256(raw).hexdigest()

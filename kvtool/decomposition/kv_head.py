@@ -8,7 +8,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvtool.decomposition.covariance_space import KINDS, capacities, covariances, output_covariance, relative_errors
+from kvtool.decomposition.covariance_space import (
+    KINDS,
+    ROUNDING,
+    capacities,
+    covariances,
+    output_root,
+    relative_errors,
+    roots,
+    rounding_floor,
+)
 from kvtool.decomposition.monte_carlo import Draws, mutual_information
 from kvtool.decomposition.nats import HeadGradients, undefined
 from kvtool.decomposition.output_space import OutputTerms, tangent_residual
@@ -88,7 +97,12 @@ class KVHead:
     @cached_property
     def noises(self) -> Tensor:
         """[G, 2], sigma^2 at which capacities are given."""
-        spread = output_covariance(self.pool_output).diagonal(dim1=1, dim2=2).mean(-1)
+        outputs = self.pool_output
+        spread = (outputs - outputs.mean(1, keepdim=True)).square().mean((1, 2))
+        if self.values.numel():
+            # Outputs that are all equal differ by rounding, and that is no noise to measure by.
+            least = (ROUNDING * self.values.norm(dim=1).amax()).square()
+            spread = torch.where(spread > least, spread, 0.0)
         return torch.stack([torch.ones_like(spread), spread], dim=1)
 
     def columns(self, kept: Tensor, mean: Tensor, covariance: Tensor) -> Columns:
@@ -115,14 +129,15 @@ class KVHead:
         probed = torch.take_along_dim(shift, self.probes[:, :, None], dim=1)
         found["tangent_residual"] = tangent_residual(probed, mean, tangent, full, self.softcap, self.sink_logits)
         found |= undefined(mean.shape[0]) if self.gradients is None else self.gradients.columns(terms)
-        scattered = covariances(tangent, full, diagonal, covariance)
-        return found | relative_errors(scattered) | self._capacities(scattered, outputs)
+        scattered = roots(tangent, full, diagonal, covariance)
+        errors = relative_errors(covariances(scattered), rounding_floor(tangent, covariance))
+        return found | errors | self._capacities(scattered, outputs)
 
-    def _capacities(self, scattered: Columns, outputs: Tensor) -> Columns:
+    def _capacities(self, scattered: dict[str, list[Tensor]], outputs: Tensor) -> Columns:
         """Capacities at both noises, and the gaps between them."""
         found: Columns = {}
         by_kind = {kind: capacities(scattered[kind], self.noises) for kind in KINDS}
-        gauss = capacities(output_covariance(outputs), self.noises)
+        gauss = capacities(output_root(outputs), self.noises)
         told = self._measured(outputs, gauss)
         for index, noise in enumerate(NOISES):
             found[f"sigma2_{noise}"] = self.noises[:, index]

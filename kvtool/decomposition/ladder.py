@@ -186,9 +186,14 @@ def _tangent_rungs(pool: SubPool, centre: Centre, damage: Damage, keep: int, sig
 def summarize(studies: list[Study]) -> dict[str, float | None]:
     """Mean over sub-pools of every column, and its Student t interval (95 %) as `<column>_low` and `<column>_high`.
 
-    Sub-pools where a column is undefined are left out of it; the interval needs two that are not.
+    A sub-pool that lacks a column which others have (an objective that overflows there) is left out of all of
+    them, so that means of parts add up to means of wholes, and is counted in `undefined_samples`. The interval
+    needs two sub-pools.
     """
-    summary: dict[str, float | None] = {}
+    known = [column for column in COLUMNS if any(each.values[column] is not None for each in studies)]
+    whole = [each for each in studies if all(each.values[column] is not None for column in known)]
+    summary: dict[str, float | None] = {"undefined_samples": len(studies) - len(whole)}
+    studies = whole
     for column in COLUMNS:
         values = [v for v in (each.values[column] for each in studies) if v is not None]
         mean = math.fsum(values) / len(values) if values else None

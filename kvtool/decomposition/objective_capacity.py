@@ -22,6 +22,7 @@ def objective_capacity(objective: Objective | None, heads: slice, kept: Tensor) 
     for head in range(heads.start, heads.stop):
         u = objective.directions[head, kept].to(torch.float64)
         w = objective.weights[head, kept].to(torch.float64) / objective.ridge[head].to(torch.float64)
-        gram = u.T @ (w[:, None] * u)
-        found.append(0.5 * torch.log1p(torch.linalg.eigvalsh(gram).clamp_min(0)).sum())
+        # Of the rows, not of their Gram matrix: rounding of its large eigenvalues would pass for small ones.
+        strengths = torch.linalg.svdvals(w.sqrt()[:, None] * u).square()
+        found.append(0.5 * torch.log1p(strengths).sum())
     return torch.stack(found)

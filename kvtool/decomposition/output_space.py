@@ -81,6 +81,8 @@ def tangent_residual(
     Root sums of squares over the shifts, relative to the tangent itself or, where that is all but zero, to
     1e-6 of the longest direction. A step moves no logit by more than 1e-4.
     """
+    if not tangent.keys.shape[0]:  # nothing is kept, and nothing moves
+        return torch.full((len(shift),), torch.nan, dtype=shift.dtype)
     straight = shift @ full.transpose(1, 2)
     largest = tangent.responses(shift).abs().amax(-1, keepdim=True)  # [G, r, 1]
     still = largest == 0  # no logit moves, and neither does the output

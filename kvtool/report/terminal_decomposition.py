@@ -54,6 +54,8 @@ def decomposition_tables(result: Result, width: int | None = None) -> list[Any]:
         width: characters of the terminal, None for no limit.
     """
     found = error_sections(result)
+    if not found:
+        return [Text("decomposition: no head has an output over its pool, so there is nothing to tell apart")]
     layers = len({row["layer"] for section in found for rows in section.rows.values() for row in rows})
     lines = [(section, _cells(line, layers)) for section in found for line in section.lines]
     known = any(line.nats is not None for section in found for line in section.lines)

@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from kvtool.decomposition.covariance_space import capacities, covariances, output_covariance, relative_errors
+from kvtool.decomposition.covariance_space import (
+    capacities,
+    covariances,
+    output_root,
+    relative_errors,
+    roots,
+    rounding_floor,
+)
 from kvtool.kernels.tangent import tangent_at
 
 torch.set_num_threads(1)
@@ -26,7 +33,7 @@ def problem(tokens=9, dim=5, width=4, softcap=None, sinks=False, seed=0):
 
 
 def found_of(tangent, lam):
-    return covariances(tangent, tangent.full_matrix(), tangent.diagonal_matrix(), lam)
+    return covariances(roots(tangent, tangent.full_matrix(), tangent.diagonal_matrix(), lam))
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (2.0, False), (None, True), (2.0, True)])
@@ -50,7 +57,7 @@ def test_covariances_equal_the_matrices_written_out(softcap, sinks):
         for kind, matrix in expected.items():
             close = float((found[kind][head] - tangent.scale**2 * matrix).abs().max())
             assert close <= 1e-12 * (1 + float(matrix.abs().max())), kind
-    errors = relative_errors(found)
+    errors = relative_errors(found, rounding_floor(tangent, lam))
     gap = (found["full"] - found["centred"])[1].norm() / found["full"][1].norm()
     assert float(errors["diagonal_cov_error_centred"][1]) == pytest.approx(float(gap), rel=1e-12)
 
@@ -82,7 +89,7 @@ def test_a_response_that_is_zero_leaves_the_errors_undefined():
     tangent, lam = problem(tokens=1)
     found = found_of(tangent, lam)
     assert not found["full"].any()
-    assert all(torch.isnan(column).all() for column in relative_errors(found).values())
+    assert all(torch.isnan(column).all() for column in relative_errors(found, rounding_floor(tangent, lam)).values())
 
 
 def test_centred_does_not_mind_a_key_shift_and_diagonal_does():
@@ -100,7 +107,7 @@ def test_capacities_equal_closed_forms():
     turn = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
     covariance = (turn * strengths) @ turn.T
     noises = torch.tensor([[1.0, 0.25, 0.0]], dtype=torch.float64)
-    found = capacities(covariance[None], noises)[0]
+    found = capacities([(turn * strengths.sqrt()).T], noises)[0]
     assert float(found[0]) == pytest.approx(0.5 * (math.log(5) + math.log(2)), rel=1e-12)
     assert float(found[1]) == pytest.approx(0.5 * (math.log(17) + math.log(5)), rel=1e-12)
     assert math.isnan(float(found[2]))
@@ -112,4 +119,31 @@ def test_output_covariance_divides_by_the_number_of_queries():
     outputs = torch.randn(2, 50, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 7
     for head in range(2):
         expected = torch.cov(outputs[head].T, correction=0)
-        assert torch.allclose(output_covariance(outputs)[head], expected, rtol=1e-12)
+        root = output_root(outputs)[head]
+        assert torch.allclose(root.T @ root, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e5, 1e9])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_capacity_of_a_deficient_covariance_counts_no_rounding(scale, rows):
+    """Three directions in six channels: the others add nothing, however large the three are."""
+    g = torch.Generator().manual_seed(0)
+    turn = torch.linalg.qr(torch.randn(6, 6, generator=g, dtype=torch.float64))[0]
+    mixing = torch.linalg.qr(torch.randn(rows, 3, generator=g, dtype=torch.float64))[0]
+    sizes = scale * torch.tensor([3.0, 1.0, 0.5], dtype=torch.float64)
+    root = mixing @ (sizes[:, None] * turn[:3])
+    found = float(capacities([root], torch.ones(1, 1, dtype=torch.float64))[0, 0])
+    assert found == pytest.approx(0.5 * float(torch.log1p(sizes.square()).sum()), rel=1e-12)
+
+
+def test_keys_that_are_all_equal_leave_the_errors_undefined():
+    """Cov_full is zero then; what is computed of it is rounding."""
+    tangent, lam = problem()
+    even = tangent_at(
+        torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64),
+        tangent.keys[:1].expand(9, -1).contiguous(),
+        tangent.directions,
+        scale=0.5,
+    )
+    errors = relative_errors(found_of(even, lam), rounding_floor(even, lam))
+    assert all(torch.isnan(column).all() for column in errors.values())

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from kvtool.decomposition import Decompose, KVHead
+from kvtool.decomposition.objective_capacity import objective_capacity
 from kvtool.layer import Layer
+from kvtool.policies.objective import Objective
 from kvtool.view import View
 
 STEP, COUNT, DIM, WIDTH = 20, 9, 5, 3
@@ -69,3 +71,52 @@ def test_a_saturated_information_has_no_shape_gap():
     assert torch.isnan(loud["shape_gap_unit"]).all()
     assert loud["capacity_mc_unit"].tolist() == pytest.approx([math.log(COUNT)] * 2, abs=1e-9)
     assert torch.allclose(loud["capacity_mc_scaled"], quiet["capacity_mc_scaled"], atol=1e-9)  # in its own units
+
+
+def layer_of(keys: torch.Tensor, values: torch.Tensor) -> KVHead:
+    g = torch.Generator().manual_seed(0)
+    queries = torch.randn(4, STEP + COUNT, DIM, generator=g)
+    layer = Layer.from_arrays(queries, keys, values, prompt_length=STEP, scale=0.5, dtype=torch.float64)
+    return KVHead.of(layer, View.at(layer, STEP), 1, torch.arange(STEP, STEP + COUNT), Decompose())
+
+
+@pytest.mark.parametrize("what", ["keys", "values"])
+def test_outputs_that_are_all_equal_measure_nothing(what: str) -> None:
+    """Rounding is no noise to measure by and no covariance to compare with."""
+    g = torch.Generator().manual_seed(3)
+    sizes = {"keys": DIM, "values": WIDTH}
+    made = {name: 30 * torch.randn(2, STEP + COUNT, size, generator=g) for name, size in sizes.items()}
+    made[what] = made[what][:, :1].expand(-1, STEP + COUNT, -1).contiguous()
+    found = layer_of(**made).columns(torch.ones(STEP, dtype=torch.bool), *centre(2))
+    assert found["sigma2_scaled"].tolist() == [0.0, 0.0]
+    for name in ("capacity_gauss_scaled", "capacity_mc_scaled", "diagonal_cov_error_centred"):
+        assert bool(found[name].isnan().all()), name
+    assert float(found["capacity_full_unit"].max()) < 1e-20
+
+
+def test_a_pool_that_is_empty_has_no_numbers_and_no_crash() -> None:
+    """A chunk that begins at the event leaves no candidate behind."""
+    g = torch.Generator().manual_seed(3)
+    arrays = [torch.randn(heads, 40, size, generator=g) for heads, size in ((2, DIM), (2, DIM), (2, WIDTH))]
+    geometry = {"kind": "chunked", "window": 16}
+    layer = Layer.from_arrays(*arrays, prompt_length=32, scale=0.5, dtype=torch.float64, **geometry)
+    head = KVHead.of(layer, View.at(layer, 32), 0, torch.arange(32, 40), Decompose())
+    found = head.columns(torch.ones(0, dtype=torch.bool), *centre(1))
+    assert bool(found["tangent_residual"].isnan().all())
+    assert bool(found["e_total"].isnan().all())
+
+
+def centre(heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    eye = torch.eye(DIM, dtype=torch.float64).expand(heads, -1, -1).contiguous()
+    return torch.zeros(heads, DIM, dtype=torch.float64) + 0.3, eye
+
+
+def test_the_capacity_of_an_objective_counts_no_rounding() -> None:
+    """One weight of 1e19 beside ordinary ones: 1/2 log of each strength, nothing for the channel that nobody uses."""
+    directions = torch.eye(4, dtype=torch.float64)[[0, 1, 2, 0]][None]
+    turn = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64))[0]
+    weights = torch.tensor([[1e19, 3.0, 0.5, 2.0]], dtype=torch.float64)
+    objective = Objective(weights, directions @ turn, torch.ones(1, dtype=torch.float64))
+    found = objective_capacity(objective, slice(0, 1), torch.ones(4, dtype=torch.bool))
+    expected = 0.5 * (math.log(1e19) + math.log(4.0) + math.log(1.5))
+    assert float(found[0]) == pytest.approx(expected, rel=1e-9)

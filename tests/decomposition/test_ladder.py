@@ -344,13 +344,29 @@ def test_mean_and_interval_over_sub_pools_by_hand():
     assert (summary["ladder_total_low"], summary["ladder_total_high"]) == (2.0, 2.0)
     assert summary["damage_full"] is None
     assert summary["damage_full_low"] is None
-    assert len(summary) == 3 * len(COLUMNS)
+    assert summary["undefined_samples"] == 0
+    assert len(summary) == 3 * len(COLUMNS) + 1
 
 
 def test_one_sub_pool_has_no_interval_and_none_has_no_mean():
     summary = summarize([with_values(damage_one=4.0)])
     assert (summary["damage_one"], summary["damage_one_low"], summary["damage_one_high"]) == (4.0, None, None)
-    assert set(summarize([]).values()) == {None}
+    nothing = summarize([])
+    assert nothing.pop("undefined_samples") == 0
+    assert set(nothing.values()) == {None}
+
+
+def test_a_sub_pool_without_an_objective_is_left_out_of_the_whole_line_and_counted():
+    """Else means of steps would speak of other sub-pools than the mean of the total, and not add up."""
+    studies = [study(make_pool(7, 3, seed=seed), 3, SIGMA2[:2]) for seed in range(4)]
+    blind = dict(studies[2].values)
+    blind |= dict.fromkeys(("damage_diag", "ladder_selection", "ladder_diagonal"))
+    blind["ladder_total"] = 1e6
+    summary = summarize([*studies[:2], Study(blind, {}), studies[3]])
+    assert summary["undefined_samples"] == 1
+    assert summary == {**summarize([*studies[:2], studies[3]]), "undefined_samples": 1}
+    total = math.fsum(summary[f"ladder_{step}"] for step in STEPS)
+    assert total == pytest.approx(summary["ladder_total"], rel=1e-12)
 
 
 def test_means_add_up_as_each_sub_pool_does():

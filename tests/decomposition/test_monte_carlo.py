@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.decomposition.covariance_space import capacities, output_covariance
+from kvtool.decomposition.covariance_space import capacities, output_root
 from kvtool.decomposition.monte_carlo import Draws, Information
 from kvtool.decomposition.monte_carlo import mutual_information as at_noises
 
@@ -30,7 +30,7 @@ def mutual_information(outputs, sigma2, drawn, most) -> Information:
 
 def gauss(outputs, sigma2):
     noises = torch.tensor([[sigma2]], dtype=torch.float64)
-    return float(capacities(output_covariance(outputs[None]), noises)[0, 0])
+    return float(capacities(output_root(outputs[None]), noises)[0, 0])
 
 
 @pytest.mark.parametrize("strength", [0.3, 1.0, 3.0])

@@ -213,3 +213,13 @@ def test_the_objective_is_the_capacity_that_greedy_and_exhaustive_raise():
                     a = a + told.weights[h, i] * torch.outer(u, u) / told.ridge[h]
                 total += 0.5 * float(torch.logdet(a))
             assert total == pytest.approx(capacity(pool, kept) * 2 / len(pool.weights), rel=1e-10)
+
+
+@pytest.mark.parametrize("loose", [False, True])
+def test_absorbed_directions_have_the_same_log_determinants(loose):
+    """A part of A that no token brings, whitened into the directions, leaves every set's gain as it was."""
+    pool = random_pool(torch.Generator().manual_seed(6), 2, 7, 3, loose=loose)
+    absorbed = Pool(pool.weights, pool.absorbed(), pool.ridge)
+    assert float((pool.ridge - 1).abs().min()) > 0.05
+    for chosen in ([2], [0, 3], [1, 2, 4, 6], list(range(7))):
+        assert capacity(absorbed, chosen) == pytest.approx(capacity(pool, chosen), rel=1e-12)

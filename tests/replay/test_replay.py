@@ -247,6 +247,9 @@ def test_a_stopped_run_resumes_and_ends_with_the_same_bytes(tmp_path: Path, monk
     assert canonical_json(resumed.document()["rows"]) == canonical_json(whole.document()["rows"])
     assert canonical_json(resumed.document()["cells"]) == canonical_json(whole.document()["cells"])
     assert resumed.tables["evict_steps"].equals(whole.tables["evict_steps"])
+    files = {p.name: p.read_bytes() for p in (tmp_path / "whole").glob("*.parquet")}
+    assert len(files) == 5
+    assert {p.name: p.read_bytes() for p in out.glob("*.parquet")} == files
 
 
 def test_other_choices_do_not_reuse_parts(tmp_path: Path) -> None:
