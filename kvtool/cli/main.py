@@ -64,6 +64,14 @@ def _interrupted() -> int:
     return 130
 
 
+def _reader_left() -> int:
+    """Nobody reads stdout any more. Point it elsewhere so that the interpreter's own flush at exit does not
+    complain a second time."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 2
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 good, 1 finding, 2 anything wrong, 130 interrupted."""
     global verbosity
@@ -83,14 +91,12 @@ def run(arguments: list[str] | None = None) -> int:
         # typer itself turns Ctrl-C into this exit code, without a word
         return _interrupted() if stop.exit_code == 130 else stop.exit_code
     except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # rich exits so when it prints help to a closed pipe
+            return _reader_left()
         _say(f"something called sys.exit({stop.code!r}) inside the command", None, "internal")
         return 2
     except BrokenPipeError:
-        # The reader went away. Point stdout elsewhere so that the interpreter's own flush at
-        # exit does not complain a second time.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 2
+        return _reader_left()
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's own usage errors
             text = " ".join(str(error.format_message()).split()).rstrip(".")

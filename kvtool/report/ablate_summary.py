@@ -128,9 +128,11 @@ def _effect(entry: dict[str, Any], metric: str, digits: int) -> str:
     verb = "lowers" if entry["effect"] < 0 else "raises"
     unit = " nats per step" if metric == "predicted_kl" else ""
     mean = f" (mean of {entry['contexts']} contexts)" if entry["contexts"] > 1 else ""
+    doubt = "; its interval holds 0" if entry["low"] is not None and not sure(entry) else ""
     return (
         f"{entry['level']} instead of {entry['instead_of']} {verb} {metric} by {number(abs(entry['effect']), digits)}"
-        f"{unit}{mean}, at the reference from {number(entry['without'], digits)} to {number(entry['with'], digits)}"
+        f"{unit}{mean}, at the reference from {number(entry['without'], digits)} to "
+        f"{number(entry['with'], digits)}{doubt}"
     )
 
 
@@ -153,7 +155,7 @@ def caveats(result: Result) -> list[str]:
     if study["metric"] == "predicted_kl" and partial:
         said.append(f"predicted_kl is partial: {partial}.")
     elif partial and "predicted_kl" not in study["metrics"]:
-        said.append(f"Ordered by {study['metric']}, which weighs all layers alike: {partial}.")
+        said.append(f"Ordered by {study['metric']}, which weighs all layers alike; no predicted KL: {partial}.")
     said.append("Open loop: queries come from the full-cache run, so errors do not reach later layers or steps.")
     return said
 

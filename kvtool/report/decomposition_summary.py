@@ -18,7 +18,7 @@ STEPS = ("selection", "diagonal", "renormalisation", "information", "linearity")
 NAMES = {"selection": "selection", "taylor": "the Taylor term", "diagonal": "the diagonal term"}
 MEANING = {
     "selection": "tokens left that the queries needed, which only another choice of tokens mends",
-    "taylor": "queries scatter too far for one tangent, which several centres (statistics=mixture:K) may mend",
+    "taylor": "queries scatter too far for one tangent; scores of several centres (statistics=mixture:K) may do better",
     "diagonal": "common shifts of all logits, which centred competition removes",
     "concentrated": "few tokens hold most of the weight and compete for it, which centred competition keeps",
 }
@@ -32,8 +32,8 @@ class Errors:
         terms: name of `TERMS` -> relative L2.
         total, signal: `e_total` and `tangent_signal`.
         nats: name of `TERMS` -> nats per step, None without gradients.
-        largest: the term that is the largest of the three in most heads.
-        share: of heads in which it is.
+        largest: the term with the largest median, None where all three are 0.
+        share: of heads in which it is the largest.
         layers: name of `TERMS` -> layers in which its median over heads is the largest of the three.
         worst: (layer, query head, e_total) of the head whose local picture is furthest off.
     """
@@ -43,7 +43,7 @@ class Errors:
     total: float
     signal: float
     nats: dict[str, float] | None
-    largest: str
+    largest: str | None
     share: float
     layers: dict[str, list[int]]
     worst: tuple[int, int, float]
@@ -76,18 +76,21 @@ def error_sections(result: Result) -> list[ErrorSection]:
 
 def _errors(policy: str, rows: list[dict[str, Any]]) -> Errors:
     leading = [_largest({term: row[f"e_{term}"] for term in TERMS}) for row in rows]
-    largest = max(TERMS, key=leading.count)
+    terms = {term: median(row[f"e_{term}"] for row in rows) for term in TERMS}
+    largest = _largest(terms)
     by_layer: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_layer[row["layer"]].append(row)
     layers: dict[str, list[int]] = {term: [] for term in TERMS}
     for layer, members in sorted(by_layer.items()):
-        layers[_largest({term: median(row[f"e_{term}"] for row in members) for term in TERMS})].append(layer)
+        leader = _largest({term: median(row[f"e_{term}"] for row in members) for term in TERMS})
+        if leader is not None:
+            layers[leader].append(layer)
     known = [row for row in rows if row["nats_total"] is not None]
     worst = max(rows, key=lambda row: row["e_total"])
     return Errors(
         policy=policy,
-        terms={term: median(row[f"e_{term}"] for row in rows) for term in TERMS},
+        terms=terms,
         total=median(row["e_total"] for row in rows),
         signal=median(row["tangent_signal"] for row in rows),
         nats={term: median(row[f"nats_{term}"] for row in known) for term in TERMS} if known else None,
@@ -98,8 +101,10 @@ def _errors(policy: str, rows: list[dict[str, Any]]) -> Errors:
     )
 
 
-def _largest(values: dict[str, float]) -> str:
-    return max(values, key=lambda term: values[term])
+def _largest(values: dict[str, float]) -> str | None:
+    """The term of the largest value, None where all are 0."""
+    found = max(values, key=lambda term: values[term])
+    return found if values[found] > 0 else None
 
 
 def error_verdicts(result: Result) -> list[str]:
@@ -157,10 +162,7 @@ def _leading(term: str, lines: list[Errors]) -> list[int]:
     return sorted(layer for layer, count in counts.items() if 2 * count >= len(lines))
 
 
-def _listed(names: list[str], most: int = 4) -> str:
-    """The first names, and how many more there are."""
-    if len(names) > most:
-        return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more policies"
+def _listed(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 

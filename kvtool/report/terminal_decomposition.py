@@ -27,20 +27,24 @@ _LONGEST, _LONGEST_NAME = 16, 36  # characters of a list of layers, and of a pol
 _SHORT = {"selection": "select.", "renormalisation": "renorm.", "information": "inform.", "linearity": "linear."}
 
 
-def _cells(line: Errors, layers: int) -> dict[str, str]:
+def _cells(line: Errors, layers: int, oracle: bool) -> dict[str, str]:
     """One line of the table by column."""
-    where = spans(line.layers[line.largest])
+    leading = [] if line.largest is None else line.layers[line.largest]
+    where = spans(leading) if leading else "-"
     if len(where) > _LONGEST:
-        where = f"{len(line.layers[line.largest])} of {layers}"
+        where = f"{len(leading)} of {layers}"
+    largest = "-"
+    if line.largest is not None:
+        largest = f"{'Taylor' if line.largest == 'taylor' else line.largest} {100 * line.share:.0f} %"
     nats = "-" if line.nats is None else " / ".join(f"{line.nats[term]:.1e}" for term in TERMS)
     return {
-        "policy": line.policy,
+        "policy": line.policy + ("  (oracle)" if oracle else ""),
         "selection": f"{line.terms['selection']:.3f}",
         "Taylor": f"{line.terms['taylor']:.3f}",
         "diagonal": f"{line.terms['diagonal']:.3f}",
         "total": f"{line.total:.3f}",
         "signal": f"{line.signal:.3f}",
-        "largest": f"{'Taylor' if line.largest == 'taylor' else line.largest} {100 * line.share:.0f} %",
+        "largest": largest,
         "in layers": where,
         "worst head": f"{line.worst[2]:.2f} at {line.worst[0]}.{line.worst[1]}",
         _NATS: nats,
@@ -57,7 +61,8 @@ def decomposition_tables(result: Result, width: int | None = None) -> list[Any]:
     if not found:
         return [Text("decomposition: no head has an output over its pool, so there is nothing to tell apart")]
     layers = len({row["layer"] for section in found for rows in section.rows.values() for row in rows})
-    lines = [(section, _cells(line, layers)) for section in found for line in section.lines]
+    oracles = _oracles(result)
+    lines = [(section, _cells(line, layers, line.policy in oracles)) for section in found for line in section.lines]
     known = any(line.nats is not None for section in found for line in section.lines)
     offered = [*_COLUMNS, *([_NATS] if known else [])]
     columns = list(offered)
@@ -73,10 +78,11 @@ def decomposition_tables(result: Result, width: int | None = None) -> list[Any]:
     caption = (
         "Medians over heads, relative to the output over the whole pool. selection: what eviction itself did; Taylor: "
         "what linearising costs; diagonal: what dropping competition costs; total: the local picture against the truth."
+        " Terms measure that picture, around the policy's own centre where it has one, not what its scores make of it."
     )
     explained = {
         "signal": "signal: what there is to explain.",
-        "largest": "largest: in how many heads it is the largest of the three.",
+        "largest": "largest: the largest of the three medians, and in how many heads it leads.",
         _NATS: "nats: the same terms in nats per step, each head alone.",
     }
     caption = " ".join([caption, *(text for name, text in explained.items() if name in columns)])
@@ -105,6 +111,10 @@ def decomposition_tables(result: Result, width: int | None = None) -> list[Any]:
     return parts
 
 
+def _oracles(result: Result) -> set[str]:
+    return {policy["label"] for policy in result.manifest["replay"]["policies"] if policy["oracle"]}
+
+
 def _ladder(result: Result) -> list[Any]:
     """Where the damage on small caches was bought, step by step."""
     asked, found = result.manifest["replay"]["decompose"], ladders(result)
@@ -119,7 +129,9 @@ def _ladder(result: Result) -> list[Any]:
     table.add_column("policy", overflow="fold")
     for name in ("regret", *(_SHORT.get(step, step) for step in STEPS)):
         table.add_column(name, justify="right", no_wrap=True)
+    oracles = _oracles(result)
     for line in found:
         steps = ["-"] * len(STEPS) if line.steps is None else [f"{line.steps[step]:+.2f}" for step in STEPS]
-        table.add_row(Text(line.policy), f"{line.total:.3f}", *steps)
+        name = line.policy + ("  (oracle)" if line.policy in oracles else "")
+        table.add_row(Text(name), f"{line.total:.3f}", *steps)
     return [table]

@@ -43,7 +43,8 @@ def result_of(rows: list[dict[str, Any]], steps: list[dict[str, Any]] | None = N
     tables = {"decomposition": table_of("decomposition", rows)}
     if steps is not None:
         tables["ladder"] = table_of("ladder", steps)
-    return Result({"replay": {"decompose": ASKED}}, tables)
+    policies = [{"label": "one", "oracle": False}, {"label": "two", "oracle": True}]
+    return Result({"replay": {"decompose": ASKED, "policies": policies}}, tables)
 
 
 @pytest.fixture
@@ -88,9 +89,22 @@ def test_controls_are_shown_and_not_judged(mixed: Result) -> None:
     assert all("full" not in sentence for sentence in error_verdicts(mixed))
 
 
-def test_many_policies_are_counted() -> None:
-    rows = [row(f"p{n}", 0, 0, (0.1, 0.9, 0.2)) for n in range(7)]
-    assert "of p0, p1, p2 and 4 more policies" in error_verdicts(result_of(rows))[0]
+def test_every_policy_is_named_and_one_without_errors_has_no_largest() -> None:
+    rows = [row(f"p{n}", 0, 0, (0.1, 0.9, 0.2)) for n in range(7)] + [row("exact", 0, 0, (0.0, 0.0, 0.0))]
+    found = result_of(rows)
+    assert "of p0, p1, p2, p3, p4, p5 and p6, " in error_verdicts(found)[0]
+    assert not any("exact" in sentence for sentence in error_verdicts(found))
+    assert error_sections(found)[0].lines[-1].largest is None
+
+
+def test_the_verdict_goes_by_the_medians_that_the_table_shows() -> None:
+    """Selection leads narrowly in three heads, Taylor in two by far; a median is not a vote."""
+    heads = [(0.5, 0.49, 0.1), (0.5, 0.49, 0.1), (0.9, 0.8, 0.1), (0.4, 4.0, 0.1), (0.4, 5.0, 0.1)]
+    found = result_of([row("one", 0, head, terms) for head, terms in enumerate(heads)])
+    (line,) = error_sections(found)[0].lines
+    assert (line.terms["selection"], line.terms["taylor"]) == (0.5, 0.8)
+    assert (line.largest, line.share) == ("taylor", pytest.approx(2 / 5))
+    assert "the Taylor term is the largest error of one" in error_verdicts(found)[0]
 
 
 def test_ladders_are_shares_of_the_energy_and_name_the_dearest_step() -> None:
@@ -108,7 +122,8 @@ def test_tables_fit_the_terminal_and_say_what_they_left_out(mixed: Result, width
     nats = {"nats_total": 1e-3, "nats_selection": 1e-4, "nats_taylor": 2e-4, "nats_diagonal": 3e-4}
     rows = [{**entry, **nats} for entry in mixed.entries("decomposition")]
     console = Console(width=width, highlight=False, record=True, file=io.StringIO())
-    for part in decomposition_tables(result_of(rows), width):
+    parts = decomposition_tables(result_of(rows), width)
+    for part in parts:
         console.print(part)
     text = console.export_text()
     assert max(len(line) for line in text.splitlines()) <= width
