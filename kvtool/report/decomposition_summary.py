@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtool.report.summary import CONTROLS
 from kvtool.result import Result
-from kvtool.words import spans
+from kvtool.words import asked, spans
 
 TERMS = ("selection", "taylor", "diagonal")
 STEPS = ("selection", "diagonal", "renormalisation", "information", "linearity")
@@ -66,7 +66,7 @@ def error_sections(result: Result) -> list[ErrorSection]:
             grouped[row["ratio"], row["budget"]][row["policy"]].append(row)
     return [
         ErrorSection(
-            f"ratio {ratio:g}" if ratio is not None else f"budget {budget}",
+            asked(ratio, budget),
             [_errors(policy, rows) for policy, rows in sorted(members.items(), key=lambda pair: pair[0] == "full")],
             members,
         )
