@@ -97,6 +97,7 @@ OWN = {
 }
 # Columns that count something: whole numbers per entry; means of them over layers or sequences need not be.
 COUNTS = ("achieved", "candidates", "ties", "undefined_heads", "undefined_layers", "undefined_steps")
+COUNTS += ("events", "evicted", "fallbacks", "deadline_fallbacks")
 # Columns whose kind is not to be read off their values, which may all be null.
 KINDS = {
     "undefined_steps": pa.int64(),
@@ -105,6 +106,7 @@ KINDS = {
     **dict.fromkeys(("evict_step", "tokens"), pa.list_(pa.int32())),
     "shares": pa.list_(pa.float64()),
     **dict.fromkeys(("predicted_kl_partial", "protected"), pa.string()),
+    "no_effect": pa.bool_(),
     "changes": pa.list_(pa.string()),
     **dict.fromkeys(("oracle", "frozen", "capacity_mc_saturated_unit", "capacity_mc_saturated_scaled"), pa.bool_()),
     **dict.fromkeys(("queries", "pool", "kept", "samples", "undefined_samples"), pa.int32()),

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+FACTORISATION, DEADLINE = 1, 2  # reasons of Event.fallback
+
 
 @dataclass(frozen=True, eq=False)
 class Event:
@@ -16,7 +18,8 @@ class Event:
 
     Attributes:
         step: e; the event ran before query e.
-        candidates: [N] or [Hk, N] int64 rows that could be evicted (before the event).
+        candidates: [N] or [Hk, N] int64 rows that could be evicted (before the event); None under a schedule of
+            several events, where `evict_step` says it.
         budget: [Hk] tokens each KV head was allowed.
         achieved: [Hk] tokens each KV head kept.
         ties: [Hk] tokens whose fate a tie decided.
@@ -24,13 +27,18 @@ class Event:
             NaN where nothing unprotected was kept or nothing evicted.
         sinks, window: protection in force: first rows, newest rows.
         overfull: protection exceeded the budget in some head.
-        diagnostics: name -> [H], what the policy says of how it worked.
         ranking: [Hk, N] int64, 1 = kept last, over all candidates (protected first);
-            None for policies whose sets are not nested in the budget.
+            None for policies whose sets are not nested in the budget, and under a schedule of several events.
+        diagnostics: name -> [H], what the policy says of how it worked.
+        found: [Hk] candidates there were.
+        fallback: [Hk] int64, why the sliding window decided instead of the policy: 0 where it did not, FACTORISATION
+            or DEADLINE.
+        seconds: stage -> wall-clock seconds; empty unless they were asked for.
+        temporary_bytes: most bytes of tensors alive at once beside what the event began with, None unless asked for.
     """
 
     step: int
-    candidates: Tensor
+    candidates: Tensor | None
     budget: Tensor
     achieved: Tensor
     ties: Tensor
@@ -40,6 +48,10 @@ class Event:
     overfull: bool = False
     ranking: Tensor | None = None
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
+    found: Tensor | None = None
+    fallback: Tensor | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    temporary_bytes: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,41 +1,248 @@
-"""Schedule: when eviction runs."""
+"""Schedule: when eviction runs, as one value beside policy and budget."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
 
 from kvtool.errors import KvtoolError
+from kvtool.layer import Geometry
+
+Order = Literal["before", "after"]
+SPELLED = "prompt-end, at:N, every:N[,from:S], high-water:N[,from:S], prefill:N; joined by +"
+MODIFIERS = "after, delay:N, block:N; each behind a /"
 
 
-class Schedule(Protocol):
-    """Names the steps before whose query an event runs."""
+@dataclass(frozen=True)
+class Clock:
+    """What a trigger may know just before a query runs.
 
-    def events(self, prompt_length: int, tokens: int) -> list[int]: ...
+    Attributes:
+        step: the row of the query.
+        prompt_length: rows of the prompt.
+        live: tokens in the fullest cache of a KV head that the query would see, without its own.
+    """
+
+    step: int
+    prompt_length: int
+    live: int
+
+
+class Trigger(Protocol):
+    """Says at which steps an event runs. Its text is what a user types."""
+
+    def due(self, clock: Clock) -> bool: ...
 
 
 @dataclass(frozen=True)
 class PromptEnd:
-    """One event, before query `prompt_length`, or before query `at`."""
+    """Once, at query `prompt_length`, or at query `at`."""
 
     at: int | None = None
 
-    def events(self, prompt_length: int, tokens: int) -> list[int]:
-        """The event steps of a sequence of `tokens` rows.
+    def __post_init__(self) -> None:
+        if self.at is not None and self.at < 1:
+            raise KvtoolError("usage", f"an event at step {self.at} has no token to evict", "--evict-at is at least 1")
+
+    def due(self, clock: Clock) -> bool:
+        return clock.step == (clock.prompt_length if self.at is None else self.at)
+
+    def __str__(self) -> str:
+        return "prompt-end" if self.at is None else f"at:{self.at}"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Every `every` steps: at `start + k·every`, k >= 0; `start` is the prompt's end unless given."""
+
+    every: int
+    start: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("--every", self.every, 1, "steps between events")
+        _at_least("--from", self.start, 0, "a step")
+
+    def due(self, clock: Clock) -> bool:
+        since = clock.step - (clock.prompt_length if self.start is None else self.start)
+        return since >= 0 and since % self.every == 0
+
+    def __str__(self) -> str:
+        return f"every:{self.every}" + ("" if self.start is None else f",from:{self.start}")
+
+
+@dataclass(frozen=True)
+class HighWater:
+    """Whenever the query would see more than `mark` tokens, its own included: no query ever does (order before).
+
+    The budget is the low-water mark that eviction goes down to.
+    """
+
+    mark: int
+    start: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("--high-water", self.mark, 2, "tokens per KV head")
+        _at_least("--from", self.start, 0, "a step")
+
+    def due(self, clock: Clock) -> bool:
+        start = clock.prompt_length if self.start is None else self.start
+        return clock.step >= start and clock.live + 1 > self.mark
+
+    def __str__(self) -> str:
+        return f"high-water:{self.mark}" + ("" if self.start is None else f",from:{self.start}")
+
+
+@dataclass(frozen=True)
+class PrefillBlocks:
+    """Inside the prompt, after every block of `size` tokens and at its end: the cache never holds more than the
+    budget and a block (KeyDiff, 2504.15364)."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _at_least("--prefill-block", self.size, 1, "tokens")
+
+    def due(self, clock: Clock) -> bool:
+        inside = 0 < clock.step < clock.prompt_length and clock.step % self.size == 0
+        return inside or clock.step == clock.prompt_length
+
+    def __str__(self) -> str:
+        return f"prefill:{self.size}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When eviction runs, and on what.
+
+    Attributes:
+        triggers: an event runs where any of them is due.
+        order: `before`, the event runs before the attention of the query that is due; `after`, behind it, which is
+            the same as before the next query's.
+        delay: a token is judged only when it left the protected window that many steps ago.
+        block: tokens per page; above 1 whole pages leave, the same in all heads of a layer.
+    """
+
+    triggers: tuple[Trigger, ...] = (PromptEnd(),)
+    order: Order = "before"
+    delay: int = 0
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.triggers:
+            raise KvtoolError("usage", "a schedule without a trigger never runs", SPELLED)
+        if self.order not in ("before", "after"):
+            raise KvtoolError("usage", f"--evict-order {self.order} is unknown", "known: before, after")
+        _at_least("--delay", self.delay, 0, "steps")
+        _at_least("--granularity block", self.block, 1, "tokens per page")
+
+    @property
+    def repeats(self) -> bool:
+        """Whether there may be several events: everything but one trigger that fires once."""
+        return len(self.triggers) > 1 or not isinstance(self.triggers[0], PromptEnd)
+
+    def event(self, clock: Clock) -> int | None:
+        """The step before whose query the event runs that is due at this query, or None."""
+        if not any(trigger.due(clock) for trigger in self.triggers):
+            return None
+        return clock.step + (self.order == "after")
+
+    def first_event(self, geometry: Geometry, prompt_length: int, tokens: int) -> int | None:
+        """The step of the first event on a layer whose cache is untouched until then; None where none runs.
+
+        It depends on no policy and no budget, since nothing was evicted before it.
+        """
+        first = geometry.first_visible(torch.arange(tokens)).tolist()
+        for step in range(tokens):
+            event = self.event(Clock(step, prompt_length, step - first[step]))
+            if event is not None and 0 < event < tokens:
+                return event
+        return None
+
+    def planned(self, prompt_length: int, tokens: int) -> list[int] | None:
+        """The steps of all events, ascending, where they go by the clock alone; None where they do not."""
+        if any(isinstance(trigger, HighWater) for trigger in self.triggers):
+            return None
+        found = (self.event(Clock(step, prompt_length, 0)) for step in range(tokens))
+        return [event for event in found if event is not None and 0 < event < tokens]
+
+    def check(self, prompt_length: int, tokens: int) -> None:
+        """Refuse a single event that has nothing to evict, or no query after it.
 
         Raises:
-            KvtoolError: `usage` for an event before any token, `no-queries` at or past the end.
+            KvtoolError: code `no-queries`.
         """
-        step = prompt_length if self.at is None else self.at
-        if step < 1:
-            raise KvtoolError("usage", f"an event at step {step} has no token to evict", "--evict-at is at least 1")
+        if self.repeats:
+            return
+        (trigger,) = self.triggers
+        assert isinstance(trigger, PromptEnd)
+        step = (prompt_length if trigger.at is None else trigger.at) + (self.order == "after")
         if step >= tokens:
             raise KvtoolError(
                 "no-queries",
                 f"the event at step {step} has no query after it: the sequence has {tokens} tokens",
                 "choose an earlier --evict-at, or capture with --max-new-tokens or --eval-tokens",
             )
-        return [step]
 
     def __str__(self) -> str:
-        return "prompt-end" if self.at is None else f"at:{self.at}"
+        parts = ["+".join(str(trigger) for trigger in self.triggers)]
+        if self.order == "after":
+            parts.append("after")
+        if self.delay:
+            parts.append(f"delay:{self.delay}")
+        if self.block > 1:
+            parts.append(f"block:{self.block}")
+        return "/".join(parts)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule that `str` spelled.
+
+    Raises:
+        KvtoolError: code `usage`, listing the words.
+    """
+    head, *modifiers = text.strip().split("/")
+    schedule = Schedule(tuple(_trigger(word, text) for word in head.split("+")))
+    for word in modifiers:
+        name, _, number = word.partition(":")
+        if word == "after":
+            schedule = replace(schedule, order="after")
+        elif name == "delay":
+            schedule = replace(schedule, delay=_whole(number, text))
+        elif name == "block":
+            schedule = replace(schedule, block=_whole(number, text))
+        else:
+            raise KvtoolError("usage", f"schedule {text!r}: {word!r} is no modifier", MODIFIERS)
+    return schedule
+
+
+def _trigger(word: str, text: str) -> Trigger:
+    fields = dict(field.partition(":")[::2] for field in word.split(","))
+    name = word.split(",")[0].partition(":")[0]
+    start = _whole(fields["from"], text) if "from" in fields else None
+    allowed = {name, "from"} if name in ("every", "high-water") else {name}
+    if set(fields) - allowed or len(fields) != word.count(",") + 1:
+        raise KvtoolError("usage", f"schedule {text!r}: {word!r} is not understood", SPELLED)
+    if word == "prompt-end":
+        return PromptEnd()
+    if name == "at":
+        return PromptEnd(_whole(fields[name], text))
+    if name == "every":
+        return Interval(_whole(fields[name], text), start)
+    if name == "high-water":
+        return HighWater(_whole(fields[name], text), start)
+    if name == "prefill":
+        return PrefillBlocks(_whole(fields[name], text))
+    raise KvtoolError("usage", f"schedule {text!r} is unknown", SPELLED)
+
+
+def _whole(number: str, text: str) -> int:
+    if not number.isascii() or not number.isdigit() or len(number) > 9:
+        raise KvtoolError("usage", f"schedule {text!r}: {number!r} is no whole number", SPELLED)
+    return int(number)
+
+
+def _at_least(option: str, value: int | None, least: int, noun: str) -> None:
+    if value is not None and value < least:
+        raise KvtoolError("usage", f"{option} {value} is too small", f"{noun}: at least {least}")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvtool.cli import schedules
+
 
 def command(
     trace: Annotated[Path, typer.Argument(help="A trace written by kvtool capture or kvtool import.")],
@@ -22,7 +24,21 @@ def command(
         list[str] | None,
         typer.Option("-b", "--budget", help="Tokens kept per KV head, instead of a ratio, e.g. 128,256."),
     ] = None,
-    evict_at: Annotated[int | None, typer.Option(help="Step of the event. Default: the end of the prompt.")] = None,
+    evict_at: schedules.EvictAt = None,
+    every: schedules.Every = None,
+    start: schedules.From = None,
+    high_water: schedules.HighWater = None,
+    prefill_block: schedules.PrefillBlock = None,
+    prompt_end: schedules.PromptEnd = False,
+    evict_order: schedules.EvictOrder = "before",
+    delay: schedules.Delay = 0,
+    granularity: schedules.Granularity = "token",
+    schedule: schedules.Spelled = None,
+    prefix: schedules.Prefix = 0,
+    deadline_ms: schedules.Deadline = None,
+    telemetry: Annotated[
+        bool, typer.Option("--telemetry", help="Also measure what every event costs on this machine.")
+    ] = False,
     sinks: Annotated[int, typer.Option(help="First tokens that no policy may evict.")] = 4,
     window: Annotated[int, typer.Option(help="Newest tokens that no policy may evict.")] = 32,
     layers: Annotated[str | None, typer.Option(help="Layers to replay, e.g. 0,4-7. Default: all captured.")] = None,
@@ -71,7 +87,21 @@ def command(
             policies=policy or ["all"],
             ratios=number_list(ratio),
             budgets=number_list(budget, whole=True),
-            evict_at=evict_at,
+            schedules=schedules.schedule_words(
+                evict_at=evict_at,
+                every=every,
+                start=start,
+                high_water=high_water,
+                prefill_block=prefill_block,
+                prompt_end=prompt_end,
+                evict_order=evict_order,
+                delay=delay,
+                granularity=granularity,
+                spelled=schedule,
+            ),
+            prefix=prefix,
+            deadline_ms=deadline_ms,
+            telemetry=telemetry,
             sinks=sinks,
             window=window,
             layers=parse_ids(layers, "--layers"),

@@ -13,7 +13,7 @@ from kvtool.replay.plan import Plan
 from kvtool.replay.run import replay
 from kvtool.trace import Sequence, Trace
 
-_CELL = ("sequence", "policy", "ratio", "budget")
+_CELL = ("sequence", "policy", "ratio", "budget", "schedule")
 
 
 def replay_beside(trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]], tables: Entries) -> None:
@@ -27,7 +27,8 @@ def replay_beside(trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]
         [label for label, _ in plan.policies],
         ratios=[budget.ratio for budget in plan.budgets if budget.ratio is not None],
         budgets=[budget.tokens for budget in plan.budgets if budget.tokens is not None],
-        evict_at=plan.schedule.at,
+        schedules=[str(schedule) for schedule in plan.schedules],
+        prefix=plan.prefix,
         sinks=plan.protection.sinks,
         window=plan.protection.window,
         layers=sorted({layer for _, layer, _ in work}),
@@ -61,7 +62,7 @@ def _average(cells: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     found: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         for column, of in AVERAGED.items():
-            if row[of] is not None:
+            if row["event"] is None and row[of] is not None:
                 found[_key(row)][column].append(row[of])
     over: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (_, *cell), columns in found.items():

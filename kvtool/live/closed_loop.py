@@ -151,12 +151,13 @@ class ClosedLoop:
                 outcome = replace(outcome, generated=self._generate(ready, loop, retained))
             outcomes[number] = outcome, retained
             self._done += 1
-        self._tell(ready, sequence, outcomes, answer, tables)
+        self._tell(ready, sequence, event, outcomes, answer, tables)
 
     def _tell(
         self,
         ready: LiveModel,
         sequence: Sequence,
+        event: int,
         outcomes: dict[int, tuple[Outcome, dict[int, RetainedSet]]],
         answer: Answer | None,
         tables: Entries,
@@ -165,7 +166,7 @@ class ClosedLoop:
         kept_all = next(o for n, (o, _) in outcomes.items() if self._plan.cells[n].policy.keeps_all)
         for number, cell in enumerate(self._plan.cells):
             outcome, retained = outcomes[number]
-            add_outcome(tables, self._plan, cell, sequence, retained, outcome, answer)
+            add_outcome(tables, self._plan, cell, sequence, event, retained, outcome, answer)
             tables["cells"][-1] |= self._text(ready, outcome, kept_all)
             for layer, kept in retained.items():
                 self._noted += note_unit(cell, kept, self._donor(ready, layer), sequence.index, layer)

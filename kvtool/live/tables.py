@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
@@ -11,7 +13,7 @@ from kvtool.live.answer import Answer
 from kvtool.live.loop import Outcome
 from kvtool.metrics import nullable
 from kvtool.replay.plan import Cell, Plan
-from kvtool.replay.unit import decision_entries
+from kvtool.replay.unit import achieved_of, counts_of, decision_entries
 from kvtool.retained import RetainedSet
 from kvtool.trace import Sequence
 
@@ -29,26 +31,28 @@ def add_outcome(
     plan: Plan,
     cell: Cell,
     sequence: Sequence,
+    first: int,
     retained: dict[int, RetainedSet],
     outcome: Outcome,
     answer: Answer | None,
 ) -> None:
-    """One cell of one sequence, into every table."""
-    events = {layer: decided.events[0] for layer, decided in retained.items()}
-    achieved = {layer: int(event.achieved.min()) for layer, event in events.items()}
+    """One cell of one sequence, into every table; `first` is the first evaluated step."""
+    achieved = {layer: achieved_of(decided)["achieved"] for layer, decided in retained.items()}
     key = {"sequence": sequence.index, **cell.key(plan), "event": None}
-    ties = {layer: int(event.ties.sum()) for layer, event in events.items()}
-    candidates = {layer: int(event.candidates.shape[-1]) for layer, event in events.items()}
-    first = next(iter(events.values())).step
+    counts = {layer: counts_of(decided, sequence.length) for layer, decided in retained.items()}
+    ties = {layer: sum(int(event.ties.sum()) for event in decided.events) for layer, decided in retained.items()}
+    candidates = {layer: counted["candidates"] for layer, counted in counts.items()}
     errors = outcome.layers
     heads = [error.output_error for error in errors.values()]
     layers = [error.layer_error for error in errors.values()]
     tables["cells"].append(
         {
             **key,
-            "achieved": fmean(achieved.values()),
+            "achieved": _known_mean(achieved),
             "oracle": cell.policy.oracle,
-            "candidates": fmean(candidates.values()),
+            "candidates": _known_mean(candidates),
+            **{name: sum(one[name] for one in counts.values()) for name in ("evicted", "fallbacks")},
+            "events": _known_mean({layer: one["events"] for layer, one in counts.items()}),
             "ties": sum(ties.values()),
             **_measured(sequence, first, outcome),
             **_answered(first, outcome, answer),
@@ -75,7 +79,12 @@ def add_outcome(
                 for head, value in enumerate(nullable(found.output_error))
             ]
         tables["evict_steps"] += decision_entries(place, decided)
-    tables["steps"] += _steps({**key, "achieved": fmean(achieved.values())}, sequence, first, outcome)
+    tables["steps"] += _steps({**key, "achieved": _known_mean(achieved)}, sequence, first, outcome)
+
+
+def _known_mean(values: Mapping[int, float | None]) -> float | None:
+    known = [value for value in values.values() if value is not None and not math.isnan(value)]
+    return fmean(known) if known else None
 
 
 def _mean(values: torch.Tensor) -> float | None:
@@ -159,7 +168,7 @@ def means(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     belong to one sequence only."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for cell in cells:
-        groups.setdefault((cell["policy"], cell["ratio"], cell["budget"]), []).append(cell)
+        groups.setdefault((cell["policy"], cell["ratio"], cell["budget"], cell["schedule"]), []).append(cell)
     found = []
     for members in groups.values():
         mean = dict(members[0], sequence=None)

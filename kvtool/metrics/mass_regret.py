@@ -48,6 +48,7 @@ def mass_regret(ranking: Tensor, mass: Tensor) -> list[float | None]:
 def unprotected(event: Event) -> Tensor:
     """Which candidates of the event no protection covers, in the shape of `event.candidates`."""
     rows = event.candidates
+    assert rows is not None
     return (rows >= event.sinks) & (rows < event.step - event.window)
 
 
@@ -70,7 +71,12 @@ class MassRegret(Metric):
     def partial(self, errors: StepErrors, geometry: Geometry, retained: RetainedSet) -> dict[str, Tensor]:
         ratios: list[float | None] = [None] * geometry.kv_heads
         event = retained.events[0] if len(retained.events) == 1 else None
-        if event is not None and event.ranking is not None and errors.future_mass is not None:
+        if (
+            event is not None
+            and event.ranking is not None
+            and event.candidates is not None
+            and errors.future_mass is not None
+        ):
             candidates = event.candidates.expand(geometry.kv_heads, -1)
             free = unprotected(event).expand(geometry.kv_heads, -1)
             for head in range(geometry.kv_heads):

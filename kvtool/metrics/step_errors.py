@@ -53,6 +53,34 @@ class StepErrors:
     gradients: Gradients | None = None
     drawn_steps: int = 0
 
+    def between(self, start: int, stop: int) -> StepErrors:
+        """The same for the steps start..stop-1 alone. Future mass speaks of all steps, and is left out."""
+        inside = (self.steps >= start) & (self.steps < stop)
+
+        def part(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[..., inside]
+
+        drawn = 0
+        if self.gradients is not None and self.gradient_dot is not None:
+            known = self.steps[inside & ~torch.isnan(self.gradient_dot[0, 0])]
+            if known.numel():
+                low, high = self.gradients.targets
+                drawn = max(min(high, stop) - max(low, int(known[0])), 0)
+        return replace(
+            self,
+            steps=self.steps[inside],
+            squared_error=self.squared_error[:, inside],
+            squared_output=self.squared_output[:, inside],
+            mass=self.mass[:, inside],
+            gap=self.gap[:, inside],
+            cosine=self.cosine[:, inside],
+            layer_squared_error=part(self.layer_squared_error),
+            layer_squared_output=part(self.layer_squared_output),
+            future_mass=None,
+            gradient_dot=part(self.gradient_dot),
+            drawn_steps=drawn,
+        )
+
 
 def evaluate_layer(
     layer: Layer,
@@ -148,6 +176,8 @@ def _pool(retained: list[RetainedSet]) -> Tensor:
         if len(cell.events) != 1:
             raise KvtoolError("usage", f"--evaluate pool speaks of one event, and this run has {len(cell.events)}")
         candidates = cell.events[0].candidates
+        if candidates is None:
+            raise KvtoolError("usage", "--evaluate pool speaks of one event, and this schedule may have several")
         pools.append(candidates if candidates.ndim == 1 else candidates[0])
     if not pools or any(not torch.equal(pool, pools[0]) for pool in pools):
         raise KvtoolError("usage", "--evaluate pool needs cells that share one event")

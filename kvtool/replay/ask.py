@@ -53,16 +53,32 @@ def scores_of(label: str, policy: Policy, layer: Layer, view: View) -> tuple[Ten
     """
     state = state_of(label, policy, layer, view)
     scores = scores_with(label, policy, layer, view, state)
+    return scores, diagnoses_of(label, policy, layer, view, state)
+
+
+def diagnoses_of(label: str, policy: Policy, layer: Layer, view: View, state: Any) -> dict[str, Tensor]:
+    """Name -> [H], what `policy` says of how it scored `view`."""
     with blaming(label, layer, view):
         diagnostics = policy.diagnose(state, view)
     _check_diagnostics(label, diagnostics, layer.geometry.query_heads)
-    return scores, diagnostics
+    return diagnostics
 
 
 def state_of(label: str, policy: Policy, layer: Layer, view: View) -> Any:
     """The state of `policy` just before the event of `view`, built up from the first token."""
+    return observed(label, policy, layer, started(label, policy, layer, view), view.past())
+
+
+def started(label: str, policy: Policy, layer: Layer, view: View) -> Any:
+    """The state of `policy` before the first token."""
     with blaming(label, layer, view):
-        return policy.observe(policy.start(layer.geometry), view.past())
+        return policy.start(layer.geometry)
+
+
+def observed(label: str, policy: Policy, layer: Layer, state: Any, view: View) -> Any:
+    """The state after the steps view.start..view.step-1."""
+    with blaming(label, layer, view):
+        return policy.observe(state, view)
 
 
 def scores_with(label: str, policy: Policy, layer: Layer, view: View, state: Any) -> Tensor:

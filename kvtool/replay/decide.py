@@ -1,18 +1,30 @@
-"""Decide: from a policy's scores to the retained set, for every budget at once."""
+"""Decide: from a policy's scores to retained sets, event after event.
+
+A `Track` is the cache of one layer under one policy and budget, moved through the steps of the sequence by a
+schedule: append, and where an event is due protect, score the rest, fill the budget, go on. It is causal: at
+step t it has read nothing at or behind t.
+"""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtool.allocator import Allocator, Uniform
 from kvtool.budget import Budget
-from kvtool.errors import KvtoolError
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
-from kvtool.replay.ask import protection_of, refined_scores, scores_of
+from kvtool.replay.ask import observed, protection_of, started
+from kvtool.replay.choose import Choice, Scored, choose, newest, score_caches
+from kvtool.replay.telemetry import TensorBytes, compact
 from kvtool.retained import Event, RetainedSet
-from kvtool.selection import NaNScore, Ranking, cut, rank
+from kvtool.schedule import Clock, PromptEnd, Schedule
+from kvtool.stopwatch import stage, watching
 from kvtool.trace import Sequence
 from kvtool.view import View
 
@@ -23,11 +35,51 @@ def donor_of(sequence: Sequence, layer: Layer) -> Layer:
     return layer if source is None else sequence.layer(source, dtype=layer.dtype)
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What every policy of a run has in common.
+
+    Attributes:
+        protection: sinks and window that no policy may evict.
+        deadline_ms: an event that takes longer keeps the sliding window instead; None is no deadline.
+        telemetry: measure how long the stages take, and the bytes that they need.
+    """
+
+    schedule: Schedule
+    protection: Protection
+    deadline_ms: float | None = None
+    telemetry: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    """Scores of all caches at one event, and what they cost."""
+
+    state: Any
+    scored: list[Scored]
+    seconds: dict[str, float]
+    elapsed: float
+    temporary_bytes: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class First:
+    """What the tracks of one policy share: until its first event every cache is untouched.
+
+    Attributes:
+        answers: step -> the scores at a first event there.
+        shields: what the policy protects itself at its first event, by budget.
+    """
+
+    answers: dict[int, _Answer] = field(default_factory=dict)
+    shields: list[Protection] = field(default_factory=list)
+
+
 def decide(
     layer: Layer,
     label: str,
     policy: Policy,
-    budgets: list[Budget],
+    budgets: Many[Budget],
     step: int,
     protection: Protection,
     steps_ahead: Tensor,
@@ -45,65 +97,214 @@ def decide(
     Raises:
         KvtoolError: `policy-broken` for scores of the wrong shape or NaN.
     """
-    allocator = allocator or Uniform()
-    geometry = layer.geometry
-    view = View.at(layer, step, steps_ahead if policy.oracle else None)
-    count = view.tokens.shape[1]
-    kept_all = RetainedSet.keep_all(geometry.kv_heads, layer.tokens)
-    if policy.skips(geometry):
-        return [_untouched(kept_all, view, protection) for _ in budgets]
-    scores, diagnostics = scores_of(label, policy, layer, view)
-    shields: list[Protection] = []
-    decided = []
-    for budget in budgets:
-        allowed = allocator.allocate(budget, count, geometry.kv_heads)
-        shields.append(protection.union(protection_of(label, policy, layer, view, allowed[0])))
-        shield = shields[-1]
-        refined = refined_scores(label, policy, layer, view, scores, allowed, shield)
-        selection = cut(ranked(label, refined, view, shield), allowed)
-        evict_step = kept_all.evict_step.clone()
-        evict_step.scatter_(1, view.tokens, torch.where(selection.keep, layer.tokens, step).to(torch.int32))
-        event = Event(
-            step=step,
-            candidates=view.tokens,
-            budget=torch.tensor(allowed),
-            achieved=selection.achieved,
-            ties=selection.ties,
-            margin=selection.margin,
-            sinks=shield.sinks,
-            window=shield.window,
-            overfull=selection.overfull,
-            # one ranking for all budgets only where the protection does not depend on the budget
-            ranking=selection.ranking if policy.nested and shield == shields[0] else None,
-            diagnostics=diagnostics,
+    rules = Rules(Schedule((PromptEnd(step),)), protection)
+    return run_schedule(layer, label, policy, budgets, rules, steps_ahead, allocator)
+
+
+def run_schedule(
+    layer: Layer,
+    label: str,
+    policy: Policy,
+    budgets: Many[Budget],
+    rules: Rules,
+    steps_ahead: Tensor | None = None,
+    allocator: Allocator | None = None,
+) -> list[RetainedSet]:
+    """Move one cache per budget through the sequence.
+
+    Args:
+        layer: whose keys, values and earlier queries are scored.
+        steps_ahead: [F] int64 steps that will be evaluated; oracles see those at or behind their event. None is
+            every step with a query.
+
+    Returns:
+        One retained set per budget, in order.
+
+    Raises:
+        KvtoolError: `policy-broken`; what the policy itself raises.
+    """
+    ahead = layer.query_steps if steps_ahead is None else steps_ahead
+    first = First()
+    return [
+        Track(layer, label, policy, budget, rules, ahead, allocator or Uniform(), first).run() for budget in budgets
+    ]
+
+
+class Track:
+    """One cache on its way.
+
+    Args:
+        ahead: [F] int64 steps that oracles may see, those before an event apart.
+        first: what all budgets of the policy share.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        label: str,
+        policy: Policy,
+        budget: Budget,
+        rules: Rules,
+        ahead: Tensor,
+        allocator: Allocator,
+        first: First,
+    ) -> None:
+        self._layer, self._label, self._policy, self._budget = layer, label, policy, budget
+        self._rules, self._ahead, self._allocator, self._first = rules, ahead, allocator, first
+        self._never = layer.tokens
+        self._evict = RetainedSet.keep_all(layer.geometry.kv_heads, layer.tokens).evict_step  # [Hk, T]
+        self._seen_from = layer.geometry.first_visible(torch.arange(layer.tokens)).tolist()
+        self._last_query = int(layer.query_steps[-1]) if layer.query_steps.numel() else -1
+        self._state: Any = None
+        self._observed = 0  # steps before it are in the state
+        self._events: list[Event] = []
+
+    def run(self) -> RetainedSet:
+        """Every event that the schedule makes due, in order."""
+        schedule, retained = self._rules.schedule, self._evict.numpy()
+        skipped, never = self._policy.skips(self._layer.geometry), self._never
+        live = [0] * len(retained)  # tokens that the step's query sees, its own apart
+        done = oldest = 0
+        for step in range(never):
+            if step:
+                for head, mine in enumerate(retained):
+                    live[head] += mine[step - 1] == never
+            while oldest < self._seen_from[step]:  # leaves the layer's window
+                for head, mine in enumerate(retained):
+                    live[head] -= mine[oldest] == never
+                oldest += 1
+            event = schedule.event(Clock(step, self._layer.prompt_length, max(live)))
+            if event is None or not done < event <= self._last_query:
+                continue
+            done = event
+            if not skipped:
+                self._evict_before(event)
+                live = [int((mine[oldest:step] == never).sum()) for mine in retained]
+            elif not schedule.repeats:
+                self._leave_whole(event)
+        return RetainedSet(self._evict, self._events)
+
+    def _rows(self, since: int, until: int) -> list[Tensor]:
+        """Per KV head the rows in since..until-1 that were not evicted."""
+        return [since + (mine[since:until] == self._never).nonzero()[:, 0] for mine in self._evict]
+
+    def _evict_before(self, step: int) -> None:
+        rules, heads = self._rules, self._layer.geometry.kv_heads
+        oldest = self._seen_from[step]
+        rows = self._rows(oldest, step)
+        found = torch.tensor([len(mine) for mine in rows])
+        # A ratio is of the tokens seen, whatever earlier events left of them.
+        allowed = self._allocator.allocate(self._budget, step - oldest, heads)
+        repeats = rules.schedule.repeats
+        if repeats and all(count <= most for count, most in zip(found.tolist(), allowed, strict=True)):
+            self._record(step, rows, found, allowed, None, rules.protection, {}, None)
+            return
+        answer = self._answer(step, rows)
+        view = answer.scored[0].view
+        own = protection_of(self._label, self._policy, self._layer, view, allowed[0])
+        self._first.shields.append(own)
+        shield = own.union(rules.protection)
+        if rules.schedule.delay:
+            shield = Protection(shield.sinks, shield.window + rules.schedule.delay)
+        limits = [min(most, len(mine)) for most, mine in zip(allowed, rows, strict=True)]
+        block = rules.schedule.block
+        begun = time.perf_counter()
+        with watching() as seconds, stage("selection"):
+            choice = choose(
+                self._label,
+                self._policy,
+                self._layer,
+                answer.scored,
+                limits,
+                shield,
+                block=block,
+                window_on_failure=repeats,
+            )
+        elapsed = answer.elapsed + time.perf_counter() - begun
+        if rules.deadline_ms is not None and 1000 * elapsed > rules.deadline_ms:
+            choice = newest(self._label, self._layer, rows, limits, shield, step, block)
+        spent = {name: answer.seconds.get(name, 0.0) + seconds.get(name, 0.0) for name in {*answer.seconds, *seconds}}
+        for mine, leaving, keep in zip(self._evict, rows, choice.keep, strict=True):
+            mine[leaving[~keep]] = step
+        if rules.telemetry:
+            spent["compaction"] = compact(self._layer, rows, choice.keep)
+        self._record(step, rows, found, limits, choice, shield, spent, answer.temporary_bytes)
+
+    def _answer(self, step: int, rows: list[Tensor]) -> _Answer:
+        """The policy's scores at an event, its state brought up to it."""
+        untouched = self._observed == 0
+        if untouched and step in self._first.answers:
+            answer = self._first.answers[step]
+        else:
+            begun = time.perf_counter()
+            with TensorBytes.watched(self._rules.telemetry) as kept, watching() as seconds, stage("scoring"):
+                state = self._observe(step)
+                ahead = self._ahead[self._ahead >= step] if self._policy.oracle else None
+                scored = score_caches(self._label, self._policy, self._layer, state, rows, step, ahead)
+            answer = _Answer(state, scored, dict(seconds), time.perf_counter() - begun, kept.peak)
+            if untouched:
+                self._first.answers[step] = answer
+        self._state, self._observed = answer.state, step
+        return answer
+
+    def _observe(self, step: int) -> Any:
+        """The state after the steps since the last event. What was live at any of them is shown; where heads hold
+        different numbers of tokens, rows that no step of these saw fill up the shorter ones."""
+        start, layer = self._observed, self._layer
+        live = self._rows(self._seen_from[start], step)
+        longest = max(len(mine) for mine in live)
+        tokens = torch.stack([self._filled(mine, longest, step) for mine in live])
+        leaves = self._evict.to(torch.int64).gather(1, tokens)
+        view = View(layer, step, tokens, start, leaves, self._ahead if self._policy.oracle else None)
+        state = self._state if start else started(self._label, self._policy, layer, view)
+        return observed(self._label, self._policy, layer, state, view)
+
+    @staticmethod
+    def _filled(rows: Tensor, count: int, step: int) -> Tensor:
+        """`rows`, ascending, and the first others before `step`, `count` in all."""
+        if len(rows) == count:
+            return rows
+        other = torch.ones(step, dtype=torch.bool)
+        other[rows] = False
+        return torch.cat([rows, other.nonzero()[: count - len(rows), 0]]).sort().values
+
+    def _leave_whole(self, step: int) -> None:
+        rows = self._rows(self._seen_from[step], step)
+        found = torch.tensor([len(mine) for mine in rows])
+        self._record(step, rows, found, found.tolist(), None, self._rules.protection, {}, None)
+
+    def _record(
+        self,
+        step: int,
+        rows: list[Tensor],
+        found: Tensor,
+        allowed: Many[int],
+        choice: Choice | None,
+        shield: Protection,
+        seconds: dict[str, float],
+        temporary_bytes: int | None,
+    ) -> None:
+        heads, once = found.numel(), not self._rules.schedule.repeats
+        nothing = torch.zeros(heads, dtype=torch.int64)
+        # One ranking stands for all budgets only where the protection does not depend on the budget.
+        nested = self._policy.nested and self._first.shields[-1:] == self._first.shields[:1]
+        ranking = choice.ranking if choice and once and nested else None
+        self._events.append(
+            Event(
+                step=step,
+                candidates=torch.stack(rows) if once else None,
+                budget=torch.tensor(list(allowed)),
+                achieved=found if choice is None else choice.achieved,
+                ties=nothing if choice is None else choice.ties,
+                margin=torch.full((heads,), torch.nan, dtype=torch.float64) if choice is None else choice.margin,
+                sinks=shield.sinks,
+                window=shield.window,
+                overfull=choice is not None and choice.overfull,
+                ranking=ranking,
+                diagnostics={} if choice is None else choice.diagnostics,
+                found=found,
+                fallback=nothing if choice is None else choice.fallback,
+                seconds=seconds,
+                temporary_bytes=temporary_bytes,
+            )
         )
-        decided.append(RetainedSet(evict_step, [event]))
-    return decided
-
-
-def ranked(label: str, scores: Tensor, view: View, shield: Protection) -> Ranking:
-    """The order of the candidates, NaN blamed on the policy."""
-    try:
-        return rank(scores, view.tokens, sinks=shield.sinks, window=shield.window, step=view.step)
-    except NaNScore as found:
-        raise KvtoolError(
-            "policy-broken",
-            f"{label} gave NaN at layer {view.geometry.layer}, KV head {found.head}, step {view.step}, "
-            f"token {found.row}",
-            "scores must be numbers; -inf says evict first",
-        ) from None
-
-
-def _untouched(retained: RetainedSet, view: View, protection: Protection) -> RetainedSet:
-    heads, count = view.tokens.shape
-    event = Event(
-        step=view.step,
-        candidates=view.tokens,
-        budget=torch.full((heads,), count),
-        achieved=torch.full((heads,), count),
-        ties=torch.zeros(heads, dtype=torch.int64),
-        margin=torch.full((heads,), float("nan"), dtype=torch.float64),
-        sinks=protection.sinks,
-        window=protection.window,
-    )
-    return RetainedSet(retained.evict_step, [event])

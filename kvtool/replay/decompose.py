@@ -65,7 +65,7 @@ def decompose_unit(
                 say(f"calling {label} on sub-caches")
                 view = view_of(donor, event, donor.query_steps[donor.query_steps >= step] if policy.oracle else None)
                 chosen[label] = choices(label, policy, donor, view, small, asked.keep)
-    key = {"sequence": sequence, "schedule": str(plan.schedule), "evaluate": plan.evaluate, "event": step}
+    key = {"sequence": sequence, "schedule": str(plan.schedules[0]), "evaluate": plan.evaluate, "event": step}
     key["layer"] = layer.geometry.layer
     group = layer.geometry.group
     rows: list[list[dict[str, Any]]] = [[] for _ in plan.cells]
@@ -89,6 +89,7 @@ def decompose_unit(
 
 def view_of(layer: Layer, event: Event, ahead: Tensor | None) -> View:
     """What `layer` shows of the event; `ahead` for oracles."""
+    assert event.candidates is not None
     tokens = event.candidates.expand(layer.geometry.kv_heads, -1)
     return View(layer, event.step, tokens, event.step, torch.full_like(tokens, layer.tokens), ahead)
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvtool.manifest import environment
 from kvtool.metrics import Metric, PredictedKL, built_in_metrics
 from kvtool.replay.coverage import Coverage, over_sequences
 from kvtool.replay.notes import sentences
-from kvtool.replay.parts import OPTIONAL, TABLES, Part
+from kvtool.replay.parts import OPTIONAL, TABLES, Part, Partial
 from kvtool.replay.plan import Plan
 from kvtool.replay.unit import METRICS
 from kvtool.result import Result, concatenate, table_of, with_columns
 from kvtool.trace import Sequence, Trace
 from kvtool.words import spans
 
-Work = list[tuple[Sequence, int, int]]  # (sequence, layer id, event step)
+Work = list[tuple[Sequence, int, int]]  # (sequence, layer id, first evaluated step)
 
 
 def gather(
@@ -77,13 +79,27 @@ def _shares(plan: Plan, work: Work, parts: list[Part]) -> list[dict[str, dict[st
     found: list[dict[str, dict[str, list[float | None]]]] = [{"layers": {}, "rows": {}} for _ in parts]
     for places in by_sequence(work).values():
         for cell in range(len(plan.cells)):
-            for name, metric in _metrics(plan).items():
-                shares = metric.shares([parts[place].partials[cell][name] for place in places])
-                for column, per_layer in shares.items():
-                    for place, heads in zip(places, per_layer, strict=True):
-                        found[place]["rows"].setdefault(column, []).extend(_defined(heads))
-                        found[place]["layers"].setdefault(column, []).extend(_defined(heads.sum()))
+            wholes = [parts[place].partials[cell] for place in places]
+            _share_out(plan, [found[place] for place in places], wholes)
+            events = [parts[place].spans[cell] for place in places]
+            for event in sorted({event for known in events for event in known}):
+                having = [index for index, known in enumerate(events) if event in known]
+                into = [found[places[index]] for index in having]
+                _share_out(plan, into, [events[index][event] for index in having], whole=len(having) == len(places))
     return found
+
+
+def _share_out(
+    plan: Plan, into: list[dict[str, dict[str, list[float | None]]]], partials: list[Partial], whole: bool = True
+) -> None:
+    """Append the shares of these layers; nothing is known where they are not all of the sequence's (not `whole`)."""
+    for name, metric in _metrics(plan).items():
+        shares = metric.shares([partial[name] for partial in partials])
+        for column, per_layer in shares.items():
+            for one, heads in zip(into, per_layer, strict=True):
+                known = heads if whole else torch.full_like(heads, math.nan)
+                one["rows"].setdefault(column, []).extend(_defined(known))
+                one["layers"].setdefault(column, []).extend(_defined(known.sum()))
 
 
 def _defined(values: Tensor) -> list[float | None]:
@@ -93,32 +109,68 @@ def _defined(values: Tensor) -> list[float | None]:
 def cell_entries(plan: Plan, work: Work, parts: list[Part], covered: Mapping[int, Coverage]) -> list[dict[str, Any]]:
     """One entry per cell and sequence, and one with `sequence` null: the mean over sequences."""
     entries = []
-    metrics, together = _metrics(plan), over_sequences(covered)
+    together = over_sequences(covered)
     for index, cell in enumerate(plan.cells):
         key = {**cell.key(plan), "event": None, "oracle": cell.policy.oracle}
-        per_sequence: list[dict[str, Any]] = []
-        by_metric: dict[str, list[dict[str, Any]]] = {name: [] for name in metrics}
+        whole: list[CellOf] = []
+        spans: dict[int, list[CellOf]] = {}
         for sequence, places in by_sequence(work).items():
-            partials = [parts[place].partials[index] for place in places]
-            values: dict[str, Any] = {}
-            for name, metric in metrics.items():
-                by_metric[name].append(metric.combine([partial[name] for partial in partials]))
-                values |= by_metric[name][-1]
-            counted = [partial["counts"] for partial in partials]
-            values["achieved"] = fmean(float(c["achieved"]) for c in counted)
-            values["candidates"] = fmean(float(c["candidates"]) for c in counted)
-            values["ties"] = sum(int(c["ties"]) for c in counted)
-            per_sequence.append({"sequence": sequence, **key, **values, **_described(covered[sequence])})
-        mean = {"sequence": None, **key}
-        for name, metric in metrics.items():
-            mean |= metric.average(by_metric[name])
-        if together.missing is not None:
-            mean |= dict.fromkeys(mean.keys() & by_metric[PredictedKL.name][0].keys())
-        mean["achieved"] = fmean(entry["achieved"] for entry in per_sequence)
-        mean["candidates"] = fmean(entry["candidates"] for entry in per_sequence)
-        mean["ties"] = fmean(entry["ties"] for entry in per_sequence)
-        entries += [*per_sequence, {**mean, **_described(together)}]
+            said = _described(covered[sequence])
+            first = {"sequence": sequence, **key}
+            whole.append(_combined(plan, first, [parts[place].partials[index] for place in places], said))
+            events = [parts[place].spans[index] for place in places]
+            # Layers whose events differ (a window keeps them below a high-water mark) have no common span.
+            for event in sorted(set.intersection(*(set(one) for one in events))):
+                here = {**first, "event": event}
+                spans.setdefault(event, []).append(_combined(plan, here, [one[event] for one in events], said))
+        entries += [one.entry for one in whole]
+        entries.append(_mean(plan, {"sequence": None, **key}, whole, together))
+        for event, members in sorted(spans.items()):
+            entries += [one.entry for one in members]
+            if len(members) == len(whole):
+                entries.append(_mean(plan, {"sequence": None, **key, "event": event}, members, together))
     return entries
+
+
+COUNTED = ("achieved", "candidates", "events")  # of a cell, means over its layers; the other counts are sums
+
+
+@dataclass(frozen=True)
+class CellOf:
+    """The entry of a cell in one sequence, and what every metric said of it."""
+
+    entry: dict[str, Any]
+    by_metric: dict[str, dict[str, Any]]
+
+
+def _combined(plan: Plan, key: dict[str, Any], partials: list[Partial], said: dict[str, Any]) -> CellOf:
+    """The layers of one sequence put together."""
+    by_metric = {n: metric.combine([partial[n] for partial in partials]) for n, metric in _metrics(plan).items()}
+    entry = dict(key)
+    for values in by_metric.values():
+        entry |= values
+    counted = [partial["counts"] for partial in partials]
+    for name in counted[0]:
+        numbers = [float(one[name]) for one in counted if not math.isnan(one[name])]
+        entry[name] = (fmean(numbers) if numbers else None) if name in COUNTED else int(sum(numbers))
+    if "no_effect" in entry:
+        entry["no_effect"] = entry["no_effect"] == len(counted)
+    return CellOf({**entry, **said}, by_metric)
+
+
+def _mean(plan: Plan, key: dict[str, Any], cells: list[CellOf], together: Coverage) -> dict[str, Any]:
+    """The mean over sequences."""
+    mean = dict(key)
+    for name, metric in _metrics(plan).items():
+        mean |= metric.average([cell.by_metric[name] for cell in cells])
+    if together.missing is not None:
+        mean |= dict.fromkeys(mean.keys() & cells[0].by_metric[PredictedKL.name].keys())
+    for name in (*COUNTED, "ties", "evicted", "fallbacks", "deadline_fallbacks"):
+        known = [cell.entry[name] for cell in cells if cell.entry.get(name) is not None]
+        mean[name] = fmean(known) if known else None
+    if all("no_effect" in cell.entry for cell in cells):
+        mean["no_effect"] = all(cell.entry["no_effect"] for cell in cells)
+    return {**mean, **_described(together)}
 
 
 def _described(covered: Coverage) -> dict[str, Any]:

@@ -9,45 +9,65 @@ import torch
 
 from kvtool.layer import Geometry
 from kvtool.replay.plan import Cell
-from kvtool.retained import RetainedSet
+from kvtool.retained import DEADLINE, FACTORISATION, RetainedSet
 
 NONE = torch.zeros(1)
 SAID = {
     "no-effect": "had no effect in {where}: the budget covers every candidate",
+    "never-ran": "had no effect in {where}: the schedule never made an event due",
+    "window": "could not factor a matrix at some events in {where}, so the sliding window decided there (column "
+    "`fallbacks`)",
+    "deadline": "exceeded --deadline-ms at some events in {where}, so the sliding window decided there (column "
+    "`deadline_fallbacks`); a run again may decide otherwise",
     "jitter": "needed a raised diagonal to factor a matrix in {where}; the column `jitter` says by how much",
     "fallback": "could not factor a matrix in {where}, so the declared fallback scored there (column `fallback`)",
     "knorm": "could not factor a matrix in {where} and its fallback was not finite either, so key norms scored there",
 }
-Kind = Literal["overfull", "no-effect", "jitter", "fallback", "knorm"]
+Kind = Literal["overfull", "no-effect", "never-ran", "window", "deadline", "jitter", "fallback", "knorm"]
 
 
 def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int, layer: int) -> list[dict[str, Any]]:
     """The notes on one cell of one unit, as plain values; `donor` is the layer that was scored."""
-    (event,) = retained.events
+    events = retained.events
     kinds: list[Kind] = []
-    if event.overfull:
+    if any(event.overfull for event in events):
         kinds.append("overfull")
-    asked = cell.budget.ratio is None or cell.budget.ratio > 0
-    if asked and not cell.policy.skips(donor) and bool((retained.evict_step == retained.tokens).all()):
-        kinds.append("no-effect")
-    if bool((event.diagnostics.get("jitter", NONE) > 0).any()):
+    reason = without_effect(cell, retained, donor)
+    if reason is not None:
+        kinds.append(reason)
+    if any(bool((event.diagnostics.get("jitter", NONE) > 0).any()) for event in events):
         kinds.append("jitter")
-    fallback = event.diagnostics.get("fallback", NONE)
-    if bool((fallback == 1).any()):
-        kinds.append("fallback")
-    if bool((fallback == 2).any()):
-        kinds.append("knorm")
+    declared = torch.cat([NONE, *(e.diagnostics.get("fallback", NONE) for e in events)])
+    if not cell.schedule.repeats:  # under several events the window decides instead
+        if bool((declared == 1).any()):
+            kinds.append("fallback")
+        if bool((declared == 2).any()):
+            kinds.append("knorm")
+    instead = torch.cat([torch.zeros(1), *(e.fallback for e in events if e.fallback is not None)])
+    if bool((instead == FACTORISATION).any()):
+        kinds.append("window")
+    if bool((instead == DEADLINE).any()):
+        kinds.append("deadline")
     return [
         {
             "kind": kind,
             "policy": cell.label,
+            "schedule": str(cell.schedule) if cell.schedule.repeats else None,
             "asked": f"ratio {cell.budget}" if cell.budget.ratio is not None else f"budget {cell.budget.tokens}",
-            "allowed": int(event.budget.min()),
+            "allowed": min((int(event.budget.min()) for event in events), default=0),
             "sequence": sequence,
             "layer": layer,
         }
         for kind in kinds
     ]
+
+
+def without_effect(cell: Cell, retained: RetainedSet, donor: Geometry) -> Literal["no-effect", "never-ran"] | None:
+    """Why a policy that was asked to evict did not; None where it did, or where nothing was asked of it."""
+    asked = cell.budget.ratio is None or cell.budget.ratio > 0
+    if not asked or cell.policy.skips(donor) or bool((retained.evict_step < retained.tokens).any()):
+        return None
+    return "no-effect" if retained.events else "never-ran"
 
 
 def sentences(notes: list[dict[str, Any]], policies: int, units: int) -> list[str]:
@@ -59,7 +79,8 @@ def sentences(notes: list[dict[str, Any]], policies: int, units: int) -> list[st
     """
     grouped: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for note in notes:
-        grouped[note["kind"], note["asked"]][note["policy"]].append(note)
+        asked = note["asked"] if note["schedule"] is None else f"{note['asked']}, {note['schedule']}"
+        grouped[note["kind"], asked][note["policy"]].append(note)
     said = []
     for (kind, asked), by_policy in grouped.items():
         alike: dict[frozenset[tuple[int, int]], list[str]] = defaultdict(list)

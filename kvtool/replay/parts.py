@@ -21,7 +21,8 @@ from kvtool.result import FILES, WRITING, read_parquet, table_of, write_parquet
 
 TABLES = ("layers", "rows", "ages", "evict_steps")  # of every part
 OPTIONAL = ("decomposition", "ladder")  # of parts that were decomposed
-Partials = list[dict[str, dict[str, Tensor]]]  # [cell][metric][field]
+Partial = dict[str, dict[str, Tensor]]  # [metric][field]
+WHOLE = "whole"
 
 
 @dataclass
@@ -32,11 +33,13 @@ class Part:
         tables: those of `TABLES`, and of `OPTIONAL` where asked for, as lists of entries or Arrow tables.
         partials: what each metric stored, per cell.
         notes: what the user should know, as `kvtool.replay.notes` writes and reads them.
+        spans: what each metric stored of the steps from one event to the next, per cell by the event's step.
     """
 
     tables: dict[str, Any]
-    partials: Partials
+    partials: list[Partial]
     notes: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[dict[int, Partial]] = field(default_factory=list)
 
 
 class Store:
@@ -97,15 +100,18 @@ class Store:
         if not sound:
             shutil.rmtree(path, ignore_errors=True)
             return None
-        partials: Partials = []
+        partials: list[Partial] = []
+        spans: list[dict[int, Partial]] = []
         with np.load(path / "partials.npz", allow_pickle=False) as archive:
             for entry in archive.files:
-                cell, metric, name_of_field = entry.split("/")
+                cell, span, metric, name_of_field = entry.split("/")
                 while len(partials) <= int(cell):
                     partials.append({})
-                partials[int(cell)].setdefault(metric, {})[name_of_field] = torch.from_numpy(archive[entry])
+                    spans.append({})
+                into = partials[int(cell)] if span == WHOLE else spans[int(cell)].setdefault(int(span), {})
+                into.setdefault(metric, {})[name_of_field] = torch.from_numpy(archive[entry])
         tables = {table: read_parquet(path / f"{table}.parquet") for table in names}
-        return Part(tables, partials, sealed["notes"])
+        return Part(tables, partials, sealed["notes"], spans)
 
     def save(self, name: str, key: str, part: Part) -> None:
         """Publish a finished part.
@@ -124,8 +130,9 @@ class Store:
                     digests[file] = write_parquet(table_of(table, entries), temporary / file)
                 buffer = io.BytesIO()
                 arrays = {
-                    f"{cell}/{metric}/{name}": value.numpy()
-                    for cell, metrics in enumerate(part.partials)
+                    f"{cell}/{span}/{metric}/{name}": value.numpy()
+                    for cell, whole in enumerate(part.partials)
+                    for span, metrics in [(WHOLE, whole), *(part.spans[cell].items() if part.spans else ())]
                     for metric, fields in metrics.items()
                     for name, value in fields.items()
                 }

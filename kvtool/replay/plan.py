@@ -19,7 +19,8 @@ from kvtool.metrics.predicted_kl import WINDOW
 from kvtool.policies import ALL, Policy, Protection, policy_from_text
 from kvtool.registry import did_you_mean, spell
 from kvtool.replay.calibration import Calibration
-from kvtool.schedule import PromptEnd
+from kvtool.replay.decide import Rules
+from kvtool.schedule import HighWater, PromptEnd, Schedule, parse_schedule
 
 Evaluate = Literal["live", "pool"]
 CONTROLS = ("full", "random")
@@ -28,7 +29,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One (policy with parameters, budget): a line of the answer.
+    """One (policy with parameters, schedule, budget): a line of the answer.
 
     Attributes:
         label: the policy as the user may type it again, defaults left out.
@@ -37,6 +38,7 @@ class Cell:
     label: str
     policy: Policy
     budget: Budget
+    schedule: Schedule
 
     def key(self, plan: Plan) -> dict[str, Any]:
         """The key columns that every entry of this cell carries."""
@@ -44,7 +46,7 @@ class Cell:
             "policy": self.label,
             "ratio": self.budget.ratio_number,
             "budget": self.budget.tokens,
-            "schedule": str(plan.schedule),
+            "schedule": str(self.schedule),
             "evaluate": plan.evaluate,
         }
 
@@ -55,8 +57,11 @@ class Plan:
 
     Attributes:
         policies: (label, policy), each once, controls included.
-        budgets: each once, in the order asked.
-        protection: the run's own sinks and window, the same for every policy.
+        budgets, schedules: each once, in the order asked.
+        protection: the run's own sinks and window, the same for every policy; the sinks cover the prefix.
+        prefix: first rows that were asked for as a prefix, such as a system prompt.
+        deadline_ms: an event that takes longer keeps the sliding window instead, None for no deadline.
+        telemetry: whether times and bytes of every event are measured.
         kl_windows: steps in further windows of `predicted_kl`.
         token_shares: whether the predicted KL is told apart by evicted token.
         decompose: how the errors are told apart, None where they are not.
@@ -65,7 +70,7 @@ class Plan:
 
     policies: list[tuple[str, Policy]]
     budgets: list[Budget]
-    schedule: PromptEnd = field(default_factory=PromptEnd)
+    schedules: tuple[Schedule, ...] = (Schedule(),)
     protection: Protection = field(default_factory=lambda: Protection(4, 32))
     evaluate: Evaluate = "live"
     precision: str = "float32"
@@ -73,10 +78,27 @@ class Plan:
     token_shares: bool = False
     decompose: Decompose | None = None
     calibrations: dict[str, Calibration] = field(default_factory=dict)
+    prefix: int = 0
+    deadline_ms: float | None = None
+    telemetry: bool = False
 
     @property
     def cells(self) -> list[Cell]:
-        return [Cell(label, policy, budget) for label, policy in self.policies for budget in self.budgets]
+        return [
+            Cell(label, policy, budget, schedule)
+            for label, policy in self.policies
+            for schedule in self.schedules
+            for budget in self.budgets
+        ]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether any cell may have several events."""
+        return any(schedule.repeats for schedule in self.schedules)
+
+    def rules(self, schedule: Schedule) -> Rules:
+        """What all policies under this schedule have in common."""
+        return Rules(schedule, self.protection, self.deadline_ms, self.telemetry)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,9 +135,13 @@ class Plan:
             "budgets": [
                 {"ratio": str(b.ratio) if b.ratio is not None else None, "tokens": b.tokens} for b in self.budgets
             ],
-            "schedule": str(self.schedule),
+            "schedules": [str(schedule) for schedule in self.schedules],
             "sinks": self.protection.sinks,
             "window": self.protection.window,
+            "prefix": self.prefix,
+            "deadline_ms": self.deadline_ms,
+            "telemetry": self.telemetry,
+            "reproducible": self.deadline_ms is None,
             "evaluate": self.evaluate,
             "precision": self.precision,
             "kl_windows": [1, WINDOW, *self.kl_windows],
@@ -129,9 +155,13 @@ def make_plan(
     *,
     ratios: str | float | Fraction | Many[str | float | Fraction] = (),
     budgets: int | Many[int] = (),
+    schedules: str | Many[str] = (),
     evict_at: int | None = None,
     sinks: int = 4,
     window: int = 32,
+    prefix: int = 0,
+    deadline_ms: float | None = None,
+    telemetry: bool = False,
     evaluate: str = "live",
     precision: str = "float32",
     kl_windows: int | Iterable[int] = (),
@@ -147,12 +177,15 @@ def make_plan(
     policies = [policies] if isinstance(policies, str) else policies
     ratios = [ratios] if isinstance(ratios, str | float | int | Fraction) else ratios
     budgets = [budgets] if isinstance(budgets, int) else budgets
+    asked = _schedules([schedules] if isinstance(schedules, str) else schedules, evict_at)
     kl_windows = [kl_windows] if isinstance(kl_windows, int) else kl_windows
     if ratios and budgets:
         raise KvtoolError("usage", "--ratio and --budget were both given", "give one: a share evicted, or tokens kept")
     if sinks < 0 or window < 0:
         raise KvtoolError("usage", f"--sinks {sinks} --window {window}: protection cannot be negative")
-    if max(sinks, window) > MOST_TOKENS:
+    if prefix < 0 or not (deadline_ms is None or deadline_ms > 0):
+        raise KvtoolError("usage", f"--prefix {prefix} --deadline-ms {deadline_ms}: neither can be negative or zero")
+    if max(sinks, window, prefix) > MOST_TOKENS:
         raise KvtoolError("usage", f"--sinks {sinks} --window {window}: above {MOST_TOKENS} tokens")
     if evaluate not in ("live", "pool"):
         raise KvtoolError("usage", f"--evaluate {evaluate} is unknown", did_you_mean(evaluate, ["live", "pool"]))
@@ -162,6 +195,7 @@ def make_plan(
     if any(width < 1 for width in further):
         raise KvtoolError("usage", f"--kl-window {min(further)} holds no step", "give a number of steps, such as 8")
     sizes = [Budget.from_ratio(r) for r in ratios] or [Budget.from_tokens(b) for b in budgets]
+    _fit(asked, sizes, evaluate, decompose is not None)
     sizes = sizes or [Budget.from_ratio(r) for r in ("0.5", "0.75", "0.9")]
     words: list[str] = []
     for word in policies:
@@ -175,11 +209,45 @@ def make_plan(
         policies=list(chosen.items()),
         calibrations={name: Calibration.open(name) for name in names if name is not None},
         budgets=list(dict.fromkeys(sizes)),
-        schedule=PromptEnd(evict_at),
-        protection=Protection(sinks, window),
+        schedules=asked,
+        protection=Protection(max(sinks, prefix), window),
+        prefix=prefix,
+        deadline_ms=deadline_ms,
+        telemetry=telemetry,
         evaluate=evaluate,  # type: ignore[arg-type]
         precision=precision,
         kl_windows=further,
         token_shares=token_shares,
         decompose=decompose,
     )
+
+
+def _schedules(texts: Many[str], evict_at: int | None) -> tuple[Schedule, ...]:
+    """Each once, in the order asked; the end of the prompt where none was."""
+    if evict_at is not None:
+        if texts:
+            raise KvtoolError("usage", "--evict-at and a schedule were both given", "at:N is a schedule too")
+        return (Schedule((PromptEnd(evict_at),)),)
+    return tuple(dict.fromkeys(parse_schedule(text) for text in texts)) or (Schedule(),)
+
+
+def _fit(schedules: tuple[Schedule, ...], sizes: list[Budget], evaluate: str, decomposes: bool) -> None:
+    """Refuse what a schedule cannot be combined with.
+
+    Raises:
+        KvtoolError: code `usage`.
+    """
+    several = len(schedules) > 1 or schedules[0].repeats
+    if several and evaluate == "pool":
+        raise KvtoolError("usage", "--evaluate pool speaks of one event", "use --evaluate live, or one event")
+    if several and decomposes:
+        raise KvtoolError(
+            "usage", "--decompose speaks of one event", "decompose at the end of the prompt or --evict-at"
+        )
+    marks = [t.mark for schedule in schedules for t in schedule.triggers if isinstance(t, HighWater)]
+    if marks and any(size.tokens is None or size.tokens >= min(marks) for size in sizes or [Budget.from_ratio("0.5")]):
+        raise KvtoolError(
+            "usage",
+            f"--high-water {min(marks)} needs a budget in tokens below it, the low-water mark",
+            f"-b {max(1, min(marks) // 2)}",
+        )

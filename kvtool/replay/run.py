@@ -32,9 +32,13 @@ def replay(
     *,
     ratios: str | float | Fraction | Many[str | float | Fraction] = (),
     budgets: int | Many[int] = (),
+    schedules: str | Many[str] = (),
     evict_at: int | None = None,
     sinks: int = 4,
     window: int = 32,
+    prefix: int = 0,
+    deadline_ms: float | None = None,
+    telemetry: bool = False,
     layers: Iterable[int] | None = None,
     sequences: Iterable[int] | None = None,
     evaluate: str = "live",
@@ -61,8 +65,13 @@ def replay(
     Args:
         policies: `name:key=value,…`, `file.py:Class:…`, or `all`.
         ratios: shares evicted; strings stay exact decimals. Or `budgets`, tokens kept per KV head.
-        evict_at: step of the event; None is the end of each prompt.
-        sinks, window: protected first and newest tokens, the same for every policy.
+        schedules: when eviction runs, as `every:64`, `high-water:512`, `prefill:128+every:64/after` (see
+            kvtool.schedule.parse_schedule); several are compared. None is the end of each prompt.
+        evict_at: step of a single event instead.
+        sinks, window: protected first and newest tokens, the same for every policy; `prefix`: protected first rows,
+            such as a system prompt.
+        deadline_ms: an event that takes longer keeps the sliding window instead; such a result is not reproducible.
+        telemetry: measure times and bytes of every event (table `telemetry`).
         layers, sequences: ids to replay; None is all.
         kl_windows: steps in further windows of `predicted_kl`, besides 1 and 32.
         token_shares: also tell the predicted KL apart by evicted token, in a second pass (table `token_shares`).
@@ -84,9 +93,13 @@ def replay(
         policies,
         ratios=ratios,
         budgets=budgets,
+        schedules=schedules,
         evict_at=evict_at,
         sinks=sinks,
         window=window,
+        prefix=prefix,
+        deadline_ms=deadline_ms,
+        telemetry=telemetry,
         evaluate=evaluate,
         precision=precision,
         kl_windows=kl_windows,

@@ -16,7 +16,7 @@ from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
 from kvtool.policies.objective import Objective
 from kvtool.replay.ask import blaming, protection_of, refined_scores, scores_with, state_of
-from kvtool.replay.decide import ranked
+from kvtool.replay.choose import ranked
 from kvtool.replay.plan import Plan
 from kvtool.selection import cut
 from kvtool.view import View

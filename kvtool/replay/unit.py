@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -10,22 +13,25 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 from kvtool.kernels.attention_mass.reference import attention_mass
 from kvtool.layer import Layer
-from kvtool.metrics import BUILT_IN, ages, built_in_metrics, evaluate_layer, nullable
-from kvtool.replay.decide import decide, donor_of
+from kvtool.metrics import BUILT_IN, StepErrors, ages, built_in_metrics, evaluate_layer, nullable
+from kvtool.replay.decide import donor_of, run_schedule
 from kvtool.replay.decompose import Say, decompose_unit
-from kvtool.replay.notes import note_unit
-from kvtool.replay.parts import Part, Partials
-from kvtool.replay.plan import Plan
-from kvtool.retained import RetainedSet
+from kvtool.replay.notes import note_unit, without_effect
+from kvtool.replay.parts import Part, Partial
+from kvtool.replay.plan import Cell, Plan
+from kvtool.retained import DEADLINE, Event, RetainedSet
+from kvtool.schedule import Schedule
 from kvtool.trace import Sequence
 
+MOST_SPANS = 64  # events of a cell that get entries of their own
 METRICS: dict[str, int] = {name: built_in_metrics()[name].version for name in BUILT_IN}
 
 
 def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say = lambda what: None) -> Part:
-    """Decide and measure every cell of the plan on one layer, with one event before query `step`.
+    """Decide and measure every cell of the plan on one layer.
 
     Args:
+        step: the first evaluated one.
         say: told what is being done, where that takes long.
     """
     layer = sequence.layer(layer_id, dtype=plan.dtype)
@@ -36,32 +42,111 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
     decided = decide_cells(sequence, layer, plan, step)
     errors = evaluate_layer(layer, decided, steps, mode=plan.evaluate, future_mass=_future_mass(layer, steps))
     tables: dict[str, list[dict[str, Any]]] = {"layers": [], "rows": [], "ages": [], "evict_steps": []}
-    partials: Partials = []
+    partials: list[Partial] = []
+    spans: list[dict[int, Partial]] = []
     notes = []
     for cell, retained, found in zip(plan.cells, decided, errors, strict=True):
-        event = retained.events[0]
-        kept, count = int(event.achieved.min()), int(event.candidates.shape[-1])
-        key = {"sequence": sequence.index, **cell.key(plan), "achieved": kept, "event": None, "layer": layer_id}
-        partial = {name: metric.partial(found, layer.geometry, retained) for name, metric in built_in_metrics().items()}
-        heads, alone = _columns(partial)
-        block = None if found.gradients is None else found.gradients.block
-        heads |= {"predicted_kl_block": [block] * layer.geometry.query_heads}
-        empty = [None] * layer.geometry.query_heads
-        heads |= {"rho": empty, "jitter": empty, "fallback": empty}  # one schema, whichever policies ran
-        if donor is layer:  # a donor's diagnostics speak of the donor's query heads
-            heads |= {name: nullable(values) for name, values in event.diagnostics.items()}
-        counted = {"candidates": count, "ties": int(event.ties.sum())}
-        tables["layers"].append({**key, **alone, "predicted_kl_block": block, **counted})
-        tables["rows"] += _rows(key, layer, heads)
+        key = {"sequence": sequence.index, **cell.key(plan), **achieved_of(retained), "event": None, "layer": layer_id}
+        whole = _measure(cell, layer, donor, retained, found, key, tables)
+        counts = {"ties": sum(int(event.ties.sum()) for event in retained.events), **counts_of(retained, layer.tokens)}
+        missing = without_effect(cell, retained, donor.geometry)
+        tables["layers"][-1] |= {**counts, "no_effect": missing is not None}
+        whole["counts"] = _stored({**counts, "achieved": key["achieved"], "no_effect": int(missing is not None)})
+        partials.append(whole)
+        spans.append({})
+        for start, stop in told_apart(cell.schedule, retained, layer):
+            if not bool(((steps >= start) & (steps < stop)).any()):
+                continue
+            at = next((event for event in retained.events if event.step == start), None)
+            here = {**key, **achieved_of(RetainedSet(retained.evict_step, [at] if at else [])), "event": start}
+            part = _measure(cell, layer, donor, retained, found.between(start, stop), here, tables, at)
+            counted = {"ties": 0 if at is None else int(at.ties.sum()), **_counts_at(at)}
+            tables["layers"][-1] |= counted
+            part["counts"] = _stored({**counted, "achieved": here["achieved"]})
+            spans[-1][start] = part
         tables["ages"] += _ages(key, retained, donor, plan)
         tables["evict_steps"] += decision_entries(key, retained)
-        partials.append({**partial, "counts": {n: torch.tensor(v) for n, v in {**counted, "achieved": kept}.items()}})
         notes += note_unit(cell, retained, donor.geometry, sequence.index, layer_id)
     if plan.decompose is not None:
         wide = plan.calibrated(sequence.layer(layer_id, dtype=torch.float64))
         wide_donor = wide if donor is layer else plan.calibrated(donor_of(sequence, wide))
         tables |= decompose_unit(sequence.index, wide, wide_donor, plan, step, decided, say)
-    return Part(tables, partials, notes)
+    return Part(tables, partials, notes, spans)
+
+
+def told_apart(schedule: Schedule, retained: RetainedSet, layer: Layer) -> list[tuple[int, int]]:
+    """The spans of steps between events that get entries of their own; none with one event, or with very many.
+
+    A schedule that goes by the clock alone has the same spans in every layer and for every policy, whether it
+    evicted there or not.
+    """
+    if not schedule.repeats:
+        return []
+    events = schedule.planned(layer.prompt_length, layer.tokens)
+    if events is None:
+        events = [event.step for event in retained.events]
+    if len(events) > MOST_SPANS:
+        return []
+    return list(itertools.pairwise([*events, layer.tokens]))
+
+
+def _measure(
+    cell: Cell,
+    layer: Layer,
+    donor: Layer,
+    retained: RetainedSet,
+    found: StepErrors,
+    key: dict[str, Any],
+    tables: dict[str, list[dict[str, Any]]],
+    event: Event | None = None,
+) -> Partial:
+    """Every metric of these steps: entries into `layers` and `rows`, and what is stored of them.
+
+    Args:
+        event: whose diagnostics stand beside the rows; the first one where it is the only one.
+    """
+    partial = {name: metric.partial(found, layer.geometry, retained) for name, metric in built_in_metrics().items()}
+    heads, alone = _columns(partial)
+    block = None if found.gradients is None else found.gradients.block
+    heads |= {"predicted_kl_block": [block] * layer.geometry.query_heads}
+    empty = [None] * layer.geometry.query_heads
+    heads |= {"rho": empty, "jitter": empty, "fallback": empty}  # one schema, whichever policies ran
+    if event is None and not cell.schedule.repeats:
+        (event,) = retained.events
+    if donor is layer and event is not None:  # a donor's diagnostics speak of the donor's query heads
+        heads |= {name: nullable(values) for name, values in event.diagnostics.items()}
+    tables["layers"].append({**key, **alone, "predicted_kl_block": block})
+    tables["rows"] += _rows(key, layer, heads)
+    return partial
+
+
+def achieved_of(retained: RetainedSet) -> dict[str, float | None]:
+    """Tokens that the smallest KV head kept, mean over events; None where none ran."""
+    kept = [float(event.achieved.min()) for event in retained.events]
+    return {"achieved": fmean(kept) if kept else None}
+
+
+def counts_of(retained: RetainedSet, tokens: int) -> dict[str, float]:
+    """How many events there were, the candidates they had on average, and how often the window decided instead."""
+    found = [float(event.found.max()) for event in retained.events if event.found is not None]
+    instead = [event.fallback for event in retained.events if event.fallback is not None]
+    return {
+        "candidates": fmean(found) if found else math.nan,
+        "events": len(retained.events),
+        "evicted": int((retained.evict_step < tokens).sum()),
+        "fallbacks": sum(int((one > 0).any()) for one in instead),
+        "deadline_fallbacks": sum(int((one == DEADLINE).any()) for one in instead),
+    }
+
+
+def _stored(counts: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.tensor(math.nan if value is None else float(value)) for name, value in counts.items()}
+
+
+def _counts_at(event: Event | None) -> dict[str, float | None]:
+    alone = RetainedSet(torch.empty(0, 0), [event] if event else [])
+    evicted = None if event is None or event.found is None else int((event.found - event.achieved).sum())
+    return {**counts_of(alone, 0), "evicted": evicted}
 
 
 def decide_cells(sequence: Sequence, layer: Layer, plan: Plan, step: int) -> list[RetainedSet]:
@@ -74,7 +159,8 @@ def decide_cells(sequence: Sequence, layer: Layer, plan: Plan, step: int) -> lis
     ahead = donor.query_steps[donor.query_steps >= step]
     decided: list[RetainedSet] = []
     for label, policy in plan.policies:
-        decided += decide(donor, label, policy, plan.budgets, step, plan.protection, ahead)
+        for schedule in plan.schedules:
+            decided += run_schedule(donor, label, policy, plan.budgets, plan.rules(schedule), ahead)
     return decided
 
 
@@ -146,18 +232,19 @@ def _ages(key: dict[str, Any], retained: RetainedSet, layer: Layer, plan: Plan) 
 
 
 def decision_entries(key: dict[str, Any], retained: RetainedSet) -> list[dict[str, Any]]:
-    """One entry of the table `evict_steps` per KV head."""
-    (event,) = retained.events
-    digest = retained.digest()
+    """One entry of the table `evict_steps` per KV head; `event` is the step of the first one. Ties are those of all
+    events, the margin is the smallest."""
+    digest, events = retained.digest(), retained.events
+    margins = torch.stack([event.margin for event in events]) if events else torch.empty(0, len(retained.evict_step))
     return [
         {
             **key,
-            "event": event.step,
-            "achieved": int(event.achieved[head]),
+            "event": events[0].step if events else None,
+            "achieved": fmean(float(event.achieved[head]) for event in events) if events else None,
             "kv_head": head,
             "digest": digest,
-            "ties": int(event.ties[head]),
-            "margin": float(event.margin[head]),
+            "ties": sum(int(event.ties[head]) for event in events),
+            "margin": min(margins[:, head][~margins[:, head].isnan()].tolist(), default=None),
             "evict_step": retained.evict_step[head].tolist(),
         }
         for head in range(retained.evict_step.shape[0])

@@ -14,7 +14,7 @@ from kvtool.trace import Sequence, Trace
 def work_of(
     trace: Trace, plan: Plan, layers: Iterable[int] | None, sequences: Iterable[int] | None
 ) -> list[tuple[Sequence, int, int]]:
-    """(sequence, layer id, event step) of every unit, checked against the trace."""
+    """(sequence, layer id, first evaluated step) of every unit, checked against the trace."""
     chosen_layers = _pick(layers, trace.layer_ids, "layer")
     chosen = _pick(sequences, [s.index for s in trace.sequences], "sequence")
     work = []
@@ -22,7 +22,7 @@ def work_of(
         if sequence.index not in chosen:
             continue
         try:
-            (step,) = plan.schedule.events(sequence.prompt_length, sequence.length)
+            step = first_step(sequence, plan)
         except KvtoolError as error:
             raise KvtoolError(error.code, f"sequence {sequence.index}: {error.message}", error.hint) from None
         for layer_id in sequence.layer_ids:
@@ -38,6 +38,31 @@ def work_of(
     if not work:
         raise KvtoolError("usage", "no captured layer is left to replay")
     return work
+
+
+def first_step(sequence: Sequence, plan: Plan) -> int:
+    """The earliest event of any schedule on any layer of the sequence, where evaluation starts, the same for all
+    cells; the end of the prompt where no event ever runs.
+
+    Raises:
+        KvtoolError: code `no-queries`.
+    """
+    found = []
+    for schedule in plan.schedules:
+        schedule.check(sequence.prompt_length, sequence.length)
+        for layer_id in sequence.layer_ids:
+            geometry = sequence.geometry(layer_id)
+            if geometry.kv_source is not None:
+                geometry = sequence.geometry(geometry.kv_source)
+            found.append(schedule.first_event(geometry, sequence.prompt_length, sequence.length))
+    known = [step for step in found if step is not None]
+    if not known and sequence.prompt_length >= sequence.length:
+        raise KvtoolError(
+            "no-queries",
+            f"no event ever runs, and there is no query after the prompt of {sequence.prompt_length} tokens",
+            "capture with --max-new-tokens or --eval-tokens, or start inside the prompt with --from 0",
+        )
+    return min(known, default=sequence.prompt_length)
 
 
 def _pick(wanted: Iterable[int] | None, known: list[int], noun: str) -> list[int]:
@@ -61,7 +86,10 @@ def servable(plan: Plan, work: list[tuple[Sequence, int, int]], optional: bool) 
         KvtoolError: `trace-lacks` for a policy that was asked for by name.
     """
     kept, warnings = [], []
-    donors = [(donor_of(s, s.layer(layer_id)), step) for s, layer_id, step in work]  # each reads small arrays
+    # Each reads small arrays. Later events need more of the past: the last possible one is asked too.
+    donors = [(donor_of(s, s.layer(layer_id)), step) for s, layer_id, step in work]
+    if plan.repeats:
+        donors += [(donor, int(donor.query_steps[-1])) for donor, _ in donors]
     for label, policy in plan.policies:
         calibration = plan.calibrations.get(policy.calibration_trace or "")
         reasons = (missing_for(policy, donor, step, calibration) for donor, step in donors)

@@ -80,7 +80,9 @@ class Section:
 
 def ordering_metric(result: Result) -> str:
     """`predicted_kl` where the trace has gradients, else the error metric."""
-    known = any(c["predicted_kl"] is not None for c in result.entries("cells") if c["sequence"] is None)
+    known = any(
+        c["predicted_kl"] is not None for c in result.entries("cells") if c["sequence"] is None and c["event"] is None
+    )
     return "predicted_kl" if known else error_metric(result)
 
 
@@ -92,7 +94,7 @@ def error_metric(result: Result) -> str:
 
 def prediction(result: Result) -> str | None:
     """Why there is no predicted KL, or what it leaves out; None where it speaks of the whole."""
-    found = next((c for c in result.entries("cells") if c["sequence"] is None), None)
+    found = next((c for c in result.entries("cells") if c["sequence"] is None and c["event"] is None), None)
     if found is None or found.get("predicted_kl_partial") is None:
         return None
     missing = found.get("predicted_kl") is None
@@ -104,11 +106,12 @@ def sections(result: Result) -> list[Section]:
     order, metric = ordering_metric(result), error_metric(result)
     rows: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for row in result.entries("rows"):
-        rows[row["policy"], row["ratio"], row["budget"]].append(row)
+        if row["event"] is None:
+            rows[row["policy"], row["ratio"], row["budget"]].append(row)
     layer_errors: dict[tuple, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     if metric == "mean_layer_error":
         for entry in result.entries("layers"):
-            if entry["layer_error"] is not None:
+            if entry["event"] is None and entry["layer_error"] is not None:
                 key = entry["policy"], entry["ratio"], entry["budget"]
                 layer_errors[key][entry["layer"]].append(entry["layer_error"])
     else:
@@ -118,7 +121,7 @@ def sections(result: Result) -> list[Section]:
                     layer_errors[key][row["layer"]].append(row["output_error"])
     grouped: dict[tuple, list[Line]] = {}
     for cell in result.entries("cells"):
-        if cell["sequence"] is not None:
+        if cell["sequence"] is not None or cell["event"] is not None:
             continue
         key = cell["policy"], cell["ratio"], cell["budget"]
         spread = [fmean(errors) for errors in layer_errors[key].values()]

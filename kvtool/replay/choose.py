@@ -1,0 +1,208 @@
+"""Choose: what one event keeps, once a policy's state is known. Heads may hold caches of different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtool.errors import KvtoolError
+from kvtool.layer import Layer
+from kvtool.policies import Policy, Protection
+from kvtool.replay.ask import diagnoses_of, refined_scores, scores_with
+from kvtool.retained import DEADLINE, FACTORISATION
+from kvtool.selection import NaNScore, Ranking, Selection, cut, rank, select_pages
+from kvtool.view import View
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """A policy's answer about caches that hold the same number of tokens in every head.
+
+    Attributes:
+        view: what was scored.
+        heads: the KV heads that the answer is for; the others only fill the view.
+        scores: [Hk, N].
+        diagnostics: name -> [H].
+    """
+
+    view: View
+    heads: list[int]
+    scores: Tensor
+    diagnostics: dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What an event keeps.
+
+    Attributes:
+        keep: per KV head [N_h] bool over its candidates.
+        achieved, ties, fallback: [Hk] int64; margin: [Hk] float64; as in `Event`.
+        ranking: [Hk, N], None where heads hold caches of different lengths.
+        diagnostics: name -> [H].
+    """
+
+    keep: list[Tensor]
+    achieved: Tensor
+    ties: Tensor
+    margin: Tensor
+    overfull: bool
+    fallback: Tensor
+    ranking: Tensor | None
+    diagnostics: dict[str, Tensor]
+
+
+def score_caches(
+    label: str, policy: Policy, layer: Layer, state: Any, rows: Many[Tensor], step: int, ahead: Tensor | None
+) -> list[Scored]:
+    """Scores of the candidates `rows` [N_h] of every KV head, ascending.
+
+    Where a layer's window cut the heads' caches to different lengths, the policy is asked once per length. The
+    heads of another length are filled with the tokens of one that has it, and what is said of them is dropped:
+    a policy scores each KV head by itself, or gives all heads the same tokens, which have one length.
+    """
+    found = []
+    for length in dict.fromkeys(len(mine) for mine in rows):
+        heads = [head for head, mine in enumerate(rows) if len(mine) == length]
+        tokens = torch.stack([mine if len(mine) == length else rows[heads[0]] for mine in rows])
+        view = View(layer, step, tokens, step, torch.full_like(tokens, layer.tokens), ahead)
+        scores = scores_with(label, policy, layer, view, state)
+        found.append(Scored(view, heads, scores, diagnoses_of(label, policy, layer, view, state)))
+    return found
+
+
+def choose(
+    label: str,
+    policy: Policy,
+    layer: Layer,
+    scored: Many[Scored],
+    allowed: Many[int],
+    shield: Protection,
+    *,
+    block: int = 1,
+    window_on_failure: bool = False,
+) -> Choice:
+    """Cut at `allowed` tokens per KV head.
+
+    Args:
+        block: tokens per page; above 1 whole pages leave, the same in all heads.
+        window_on_failure: heads in which the policy's declared fallback scored keep the newest tokens instead.
+
+    Raises:
+        KvtoolError: `policy-broken` for NaN, `usage` for pages under a selector that chooses tokens together.
+    """
+    heads = layer.geometry.kv_heads
+    fallback = torch.zeros(heads, dtype=torch.int64)
+    diagnostics: dict[str, Tensor] = {}
+    selections: list[Selection | None] = [None] * heads
+    for answer in scored:
+        view, scores = answer.view, answer.scores
+        mine = [
+            allowed[head] if head in answer.heads else min(allowed[answer.heads[0]], view.tokens.shape[1])
+            for head in range(heads)
+        ]
+        refined = refined_scores(label, policy, layer, view, scores, mine, shield)
+        if block > 1 and refined is not scores:
+            raise KvtoolError(
+                "usage",
+                f"{label} chooses tokens together, so it cannot be cut into pages",
+                "give it selector=one_shot, or leave --granularity out",
+            )
+        if window_on_failure:
+            failed = _failed(answer.diagnostics, heads)
+            refined = torch.where(failed[:, None], view.tokens.to(refined.dtype), refined)
+            fallback[answer.heads] = torch.where(failed, FACTORISATION, 0)[answer.heads]
+        selection = _cut(label, refined, view, mine, shield, block)
+        for head in answer.heads:
+            selections[head] = selection
+        diagnostics = _merged(diagnostics, answer, layer.geometry.group)
+    return _choice(selections, fallback, diagnostics, len(scored) == 1)
+
+
+def newest(
+    label: str, layer: Layer, rows: Many[Tensor], allowed: Many[int], shield: Protection, step: int, block: int
+) -> Choice:
+    """The sliding window, where the policy took too long."""
+    scored = []
+    for length in dict.fromkeys(len(mine) for mine in rows):
+        heads = [head for head, mine in enumerate(rows) if len(mine) == length]
+        tokens = torch.stack([mine if len(mine) == length else rows[heads[0]] for mine in rows])
+        view = View(layer, step, tokens, step, torch.full_like(tokens, layer.tokens))
+        scored.append(Scored(view, heads, tokens.to(torch.float64), {}))
+    choice = choose(label, Policy(), layer, scored, allowed, shield, block=block)
+    choice.fallback.fill_(DEADLINE)
+    return choice
+
+
+def ranked(label: str, scores: Tensor, view: View, shield: Protection) -> Ranking:
+    """The order of the candidates, NaN blamed on the policy."""
+    try:
+        return rank(scores, view.tokens, sinks=shield.sinks, window=shield.window, step=view.step)
+    except NaNScore as found:
+        raise _nan(label, view, found) from None
+
+
+def _cut(label: str, scores: Tensor, view: View, allowed: Many[int], shield: Protection, block: int) -> Selection:
+    if block == 1:
+        return cut(ranked(label, scores, view, shield), allowed)
+    try:
+        return select_pages(
+            scores,
+            view.tokens[0],
+            min(allowed),
+            block=block,
+            sinks=shield.sinks,
+            window=shield.window,
+            step=view.step,
+        )
+    except NaNScore as found:
+        raise _nan(label, view, found) from None
+
+
+def _nan(label: str, view: View, found: NaNScore) -> KvtoolError:
+    return KvtoolError(
+        "policy-broken",
+        f"{label} gave NaN at layer {view.geometry.layer}, KV head {found.head}, step {view.step}, token {found.row}",
+        "scores must be numbers; -inf says evict first",
+    )
+
+
+def _failed(diagnostics: dict[str, Tensor], heads: int) -> Tensor:
+    """[Hk] bool: in which KV heads a policy could not factor a matrix."""
+    said = diagnostics.get("fallback")
+    return torch.zeros(heads, dtype=torch.bool) if said is None else (said > 0).view(heads, -1).any(1)
+
+
+def _merged(known: dict[str, Tensor], answer: Scored, group: int) -> dict[str, Tensor]:
+    """`known` with what the answer says of its own heads; NaN where nothing is said."""
+    query_heads = [head * group + index for head in answer.heads for index in range(group)]
+    merged = dict(known)
+    for name, values in answer.diagnostics.items():
+        whole = merged.get(name)
+        whole = torch.full(values.shape, torch.nan, dtype=torch.float64) if whole is None else whole.clone()
+        whole[query_heads] = values[query_heads].to(torch.float64)
+        merged[name] = whole
+    return merged
+
+
+def _choice(selections: Many[Selection | None], fallback: Tensor, diagnostics: dict[str, Tensor], even: bool) -> Choice:
+    found = [selection for selection in selections if selection is not None]
+    assert len(found) == len(selections), "a KV head without an answer"
+
+    def each(name: str) -> Tensor:
+        return torch.stack([getattr(selection, name)[head] for head, selection in enumerate(found)])
+
+    return Choice(
+        keep=[selection.keep[head] for head, selection in enumerate(found)],
+        achieved=each("achieved"),
+        ties=each("ties"),
+        margin=each("margin"),
+        overfull=any(selection.overfull for selection in found),
+        fallback=fallback,
+        ranking=found[0].ranking if even else None,
+        diagnostics=diagnostics,
+    )
