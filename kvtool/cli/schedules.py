@@ -8,7 +8,9 @@ import typer
 
 EvictAt = Annotated[int | None, typer.Option(help="Step of a single event. Default: the end of the prompt.")]
 Every = Annotated[int | None, typer.Option(help="An event every N steps, the first at the end of the prompt.")]
-From = Annotated[int | None, typer.Option("--from", help="Where --every or --high-water starts, e.g. 0 for the prompt.")]
+From = Annotated[
+    int | None, typer.Option("--from", help="Where --every or --high-water starts, e.g. 0 for the prompt.")
+]
 HighWater = Annotated[
     int | None, typer.Option(help="An event whenever a query would see more than N tokens; -b is the low-water mark.")
 ]
