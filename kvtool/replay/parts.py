@@ -41,6 +41,9 @@ class Part:
     notes: list[dict[str, Any]] = field(default_factory=list)
     spans: list[dict[int, Partial]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.spans = self.spans or [{} for _ in self.partials]
+
 
 class Store:
     """Parts below `<output>/parts`, one folder per unit of work, published by one rename each.
@@ -132,7 +135,7 @@ class Store:
                 arrays = {
                     f"{cell}/{span}/{metric}/{name}": value.numpy()
                     for cell, whole in enumerate(part.partials)
-                    for span, metrics in [(WHOLE, whole), *(part.spans[cell].items() if part.spans else ())]
+                    for span, metrics in [(WHOLE, whole), *part.spans[cell].items()]
                     for metric, fields in metrics.items()
                     for name, value in fields.items()
                 }
