@@ -86,6 +86,13 @@ def live(
         precision=precision,
         kl_windows=kl_windows,
     )
+    moved = next((label for label, policy in plan.policies if policy.positions == "cache"), None)
+    if moved is not None:
+        raise KvtoolError(
+            "usage",
+            f"{moved} counts positions inside its cache, and the model is run with those of the text",
+            "kvtool replay measures it; positions=original can be run live",
+        )
     store = Store(Path(output), force, resumes=False) if output is not None else None
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     work = work_of(opened, plan, layers, sequences)

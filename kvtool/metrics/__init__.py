@@ -4,6 +4,7 @@ from kvtool.metrics.ages import AGE_COLUMNS, ages
 from kvtool.metrics.mass_regret import mass_regret
 from kvtool.metrics.metric import Column, Metric, mean_over_sequences, nullable
 from kvtool.metrics.predicted_kl import PredictedKL, Whole
+from kvtool.metrics.renumbered import evaluate_cells, renumbered_errors
 from kvtool.metrics.step_errors import StepErrors, evaluate_layer, measure
 from kvtool.metrics.table import BUILT_IN, built_in_metrics, columns
 from kvtool.metrics.token_shares import token_shares
@@ -19,10 +20,12 @@ __all__ = [
     "ages",
     "built_in_metrics",
     "columns",
+    "evaluate_cells",
     "evaluate_layer",
     "mass_regret",
     "mean_over_sequences",
     "measure",
     "nullable",
+    "renumbered_errors",
     "token_shares",
 ]

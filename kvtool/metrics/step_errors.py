@@ -107,9 +107,7 @@ def evaluate_layer(
             `usage` for `pool` with several events or cells whose candidates differ.
     """
     geometry = layer.geometry
-    found = torch.searchsorted(layer.query_steps, steps).clamp_max(layer.query_steps.numel() - 1)
-    if not torch.equal(layer.query_steps[found], steps):
-        raise KvtoolError("trace-lacks", f"layer {geometry.layer} lacks the query of a step that is to be evaluated")
+    found = query_places(layer, steps)
     rows = torch.arange(layer.tokens)
     first_visible = geometry.first_visible(steps)
     if mode == "pool":
@@ -128,7 +126,7 @@ def evaluate_layer(
         sink_logits=geometry.sink_logits,
         block=block,
     )
-    gradients, rows_of_steps, drawn = _gradients(layer, steps) if mode == "live" else (None, None, 0)
+    gradients, rows_of_steps, drawn = gradients_at(layer, steps) if mode == "live" else (None, None, 0)
     found_errors = measure(
         blocks,
         steps,
@@ -144,7 +142,21 @@ def evaluate_layer(
     return [replace(errors, gradients=layer.gradients, drawn_steps=drawn) for errors in found_errors]
 
 
-def _gradients(layer: Layer, steps: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+def query_places(layer: Layer, steps: Tensor) -> Tensor:
+    """[n] where the queries of `steps` [n] lie in the layer's queries.
+
+    Raises:
+        KvtoolError: code `trace-lacks`.
+    """
+    found = torch.searchsorted(layer.query_steps, steps).clamp_max(layer.query_steps.numel() - 1)
+    if not torch.equal(layer.query_steps[found], steps):
+        raise KvtoolError(
+            "trace-lacks", f"layer {layer.geometry.layer} lacks the query of a step that is to be evaluated"
+        )
+    return found
+
+
+def gradients_at(layer: Layer, steps: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
     """The layer's gradients [S, H, Tg, Dv], which of them belongs to each step [n] (-1: none), and how many
     next tokens were drawn from the first such step on.
 

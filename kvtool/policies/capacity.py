@@ -16,11 +16,12 @@ from kvtool.policies.capacity_weights import Relevance, Response, Shift
 from kvtool.policies.directions import DirectionKind
 from kvtool.policies.floor import FloorKind, leave_one_out
 from kvtool.policies.group import reduce_group
+from kvtool.policies.moving_statistics import MovingStatistics
 from kvtool.policies.objective import Objective
 from kvtool.policies.parameters import check_at_least, check_choices, check_positive, check_share
 from kvtool.policies.policy import Policy, Protection
 from kvtool.policies.query_source import QuerySource, Statistics, parse_source
-from kvtool.policies.query_statistics import QueryStatistics, expected_statistics
+from kvtool.policies.query_statistics import VARIANCE_FLOOR, QueryStatistics, expected_statistics
 from kvtool.policies.selectors import exhaustive, greedy, two_pass
 from kvtool.view import View
 
@@ -41,6 +42,15 @@ class Scored:
     rho: Tensor
     jitter: Tensor
     fallback: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """The running state: the attention history [H, rows] that blending reads, and the moving average of queries;
+    None what the policy does not read."""
+
+    history: Tensor | None
+    moving: MovingStatistics | None
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,8 @@ class Capacity(Policy):
     exclude_first: int = 0
     exclude_statistics: int = 4
     statistics: Statistics = "rope_mean"
-    mixture_combine: Literal["mean", "worst"] = "mean"
+    mixture_combine: Literal["mean", "worst", "assigned"] = "mean"
+    variance_floor: float = VARIANCE_FLOOR
     horizon: int = 512
     blend: float = 1.0
     floor: FloorKind = "history"
@@ -112,7 +123,7 @@ class Capacity(Policy):
     def __post_init__(self) -> None:
         check_choices(self)
         check_positive(self, "tau")
-        check_at_least(self, 0, "weight_eps", "exclude_first", "exclude_statistics")
+        check_at_least(self, 0, "weight_eps", "exclude_first", "exclude_statistics", "variance_floor")
         check_at_least(self, 1, "horizon", "fisher_steps")
         check_share(self, "blend")
         if self.calibration is not None and self.directions != "fisher":
@@ -141,11 +152,16 @@ class Capacity(Policy):
     def protection(self, budget: int) -> Protection:
         return Protection(sinks=self.exclude_first)
 
-    def start(self, geometry: Geometry) -> Tensor | None:
-        return no_history(geometry) if self.blend < 1 and self.floor == "history" else None
+    def start(self, geometry: Geometry) -> Known:
+        history = no_history(geometry) if self.blend < 1 and self.floor == "history" else None
+        if self.source.kind != "ema":
+            return Known(history, None)
+        beta, full = float(self.source.number or 0), self.response == "full"
+        return Known(history, MovingStatistics.nothing(geometry, beta, self.exclude_statistics, full))
 
-    def observe(self, state: Tensor | None, view: View) -> Tensor | None:
-        return None if state is None else extend_history(state, view)
+    def observe(self, state: Known, view: View) -> Known:
+        history = None if state.history is None else extend_history(state.history, view)
+        return Known(history, None if state.moving is None else state.moving.extended(view))
 
     def score(self, state: Any, view: View) -> Tensor:
         """[Hk, N] float64; 0 for the excluded first rows, which are protected."""
@@ -183,8 +199,14 @@ class Capacity(Policy):
         return refined
 
     def query_statistics(self, view: View) -> QueryStatistics:
-        """Mean and covariance of the expected queries; of a mixture those of the whole."""
-        found = expected_statistics(view, self.source, self.exclude_statistics, self.horizon)
+        """Mean and covariance of the expected queries; of a mixture those of the whole, or of the newest query's kind
+        where that alone is expected."""
+        if self.source.kind == "mixture" and self.mixture_combine == "assigned":
+            kinds = [kind for (kind,) in query_kinds(self, view)]
+            found = QueryStatistics(torch.stack([k.mean for k in kinds]), torch.stack([k.covariance for k in kinds]))
+        else:
+            past = (self.source, self.exclude_statistics, self.horizon, self.variance_floor)
+            found = expected_statistics(view, *past)
         return found.diagonal_only() if self.response == "diagonal" else found
 
     def objective(self, view: View) -> Objective | None:
@@ -200,20 +222,21 @@ class Capacity(Policy):
         found = Objective(torch.cat(weights), torch.cat(directions), torch.cat(ridge))
         return found if bool(found.weights.isfinite().all() and found.directions.isfinite().all()) else None
 
-    def _weights(self, view: View, state: Any = None) -> Weights:
-        """The weights of a view, made once; the history is observed anew where nobody gave it.
+    def _weights(self, view: View, state: Known | None = None) -> Weights:
+        """The weights of a view, made once; what the state knows is computed anew where nobody gave it.
 
         A view of other tokens may share the memo (`dataclasses.replace`): only the queries are the same there.
         """
         if (self, "queries", view.step) not in view.memo:
-            view.memo[self, "queries", view.step] = query_kinds(self, view)
+            view.memo[self, "queries", view.step] = query_kinds(self, view, None if state is None else state.moving)
         tokens, found = view.memo.get((self, "weights"), (None, None))
         if tokens is not view.tokens:
             floor = None
             if self.blend < 1 and self.floor == "leave_one_out":
                 floor = leave_one_out(view)
             elif self.blend < 1:
-                known = extend_history(no_history(view.geometry), view.past()) if state is None else state
+                known = None if state is None else state.history
+                known = extend_history(no_history(view.geometry), view.past()) if known is None else known
                 floor = history_of_candidates(known, view)
             found = weights_of(self, view, view.memo[self, "queries", view.step], floor)
             view.memo[self, "weights"] = view.tokens, found

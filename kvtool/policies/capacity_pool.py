@@ -14,6 +14,7 @@ from kvtool.policies.directions import direction_map, directions
 from kvtool.policies.floor import blended
 from kvtool.policies.group import reduce_group
 from kvtool.policies.mixture import Component, mixture_of
+from kvtool.policies.moving_statistics import MovingStatistics
 from kvtool.policies.query_statistics import expected_statistics
 from kvtool.view import View
 
@@ -81,12 +82,22 @@ def weights_of(policy: Capacity, view: View, kinds: list[list[Component]], floor
     return found
 
 
-def query_kinds(policy: Capacity, view: View) -> list[list[Component]]:
-    """Per query head the kinds of query that are expected: one, but for a mixture."""
-    source = policy.source
+def query_kinds(policy: Capacity, view: View, moving: MovingStatistics | None = None) -> list[list[Component]]:
+    """Per query head the kinds of query that are expected: one, but for a mixture.
+
+    Args:
+        moving: the moving average up to the event where the policy's state has it; else it is computed anew.
+    """
+    source, floor = policy.source, policy.variance_floor
     if source.kind == "mixture":
-        return mixture_of(view, source.count, policy.exclude_statistics, policy.horizon)
-    expected = expected_statistics(view, source, policy.exclude_statistics, policy.horizon)
+        found = mixture_of(view, source.count, policy.exclude_statistics, policy.horizon)
+        if policy.mixture_combine == "assigned":
+            return [[kind for kind in kinds if kind.newest] for kinds in found]
+        return found
+    if moving is not None:
+        expected = moving.statistics(floor)
+    else:
+        expected = expected_statistics(view, source, policy.exclude_statistics, policy.horizon, floor)
     return [[Component(1.0, *both)] for both in zip(expected.mean, expected.covariance, strict=True)]
 
 

@@ -21,11 +21,13 @@ class Component:
         share: of the head's queries, above 0; the shares of a head add up to 1.
         mean: [D] float64.
         covariance: [D, D] float64, about the mean.
+        newest: whether the newest query is of this kind.
     """
 
     share: float
     mean: Tensor
     covariance: Tensor
+    newest: bool = True
 
 
 def clusters(points: Tensor, count: int) -> Tensor:
@@ -70,6 +72,7 @@ def mixture_of(view: View, count: int, exclude: int, horizon: int) -> list[list[
         for index in assigned.unique().tolist():
             members = points[assigned == index]
             local: QueryStatistics = turned(statistics_of(members[None]), turn)
-            components.append(Component(len(members) / len(points), local.mean[0], local.covariance[0]))
+            share, newest = len(members) / len(points), index == int(assigned[-1])
+            components.append(Component(share, local.mean[0], local.covariance[0], newest))
         found.append(components)
     return found

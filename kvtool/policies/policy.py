@@ -41,6 +41,9 @@ class Policy:
         nested: the set kept at a smaller budget is part of the set kept at a larger one, because
             one ranking decides all budgets. False where `protection` depends on the budget.
         keeps_all: never evicts, whatever the budget (the control).
+        positions: `original` where kept tokens and later queries keep their true rotary positions, `cache` where
+            the cache counts its own: live tokens are 0, 1, … by row, the query's own token the last. A property
+            where it depends on the parameters.
         needs: what a trace must hold, of `prompt-queries` (all queries before the event),
             `recent-queries` (those of the last steps), `rotation`, `future-rotation`,
             `output-projection`. A property where it depends on the parameters.
@@ -49,6 +52,7 @@ class Policy:
     oracle: ClassVar[bool] = False
     nested: ClassVar[bool] = True
     keeps_all: ClassVar[bool] = False
+    positions: ClassVar[str] = "original"
     needs: ClassVar[tuple[str, ...]] = ()
 
     def protection(self, budget: int) -> Protection:

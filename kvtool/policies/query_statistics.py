@@ -74,17 +74,21 @@ def past_statistics(view: View, source: StatisticsSource, exclude: int) -> Query
     return statistics_of(read(first_counted(view, exclude), view.step))
 
 
-def moving_average(view: View, beta: float, exclude: int) -> QueryStatistics:
+def moving_average(view: View, beta: float, exclude: int, variance_floor: float = VARIANCE_FLOOR) -> QueryStatistics:
     """m <- beta m + (1 - beta) q over the queries in order, and likewise the second moment, from zero, each divided
-    by 1 - beta^n at the end; the variance of a channel is at least VARIANCE_FLOOR.
+    by 1 - beta^n at the end; the variance of a channel is at least `variance_floor`.
 
-    Written as a weighted mean, where nothing cancels.
+    The definition, written as a weighted mean, where nothing cancels; `MovingStatistics` is the same as a state.
     """
     first = first_counted(view, exclude)
     age = torch.arange(view.step - first - 1, -1, -1, dtype=torch.float64)
     shares = beta**age
-    found = statistics_of(view.queries(first, view.step), shares / shares.sum())
-    short = (VARIANCE_FLOOR - found.variance).clamp_min(0)
+    return floored(statistics_of(view.queries(first, view.step), shares / shares.sum()), variance_floor)
+
+
+def floored(found: QueryStatistics, variance_floor: float) -> QueryStatistics:
+    """The same with every variance at least `variance_floor`."""
+    short = (variance_floor - found.variance).clamp_min(0)
     return QueryStatistics(found.mean, found.covariance + torch.diag_embed(short))
 
 
@@ -119,7 +123,9 @@ def turned(past: QueryStatistics, turn: Tensor) -> QueryStatistics:
     return QueryStatistics(past.mean @ turn.T, turn @ past.covariance @ turn.T)
 
 
-def expected_statistics(view: View, source: QuerySource, exclude: int, horizon: int) -> QueryStatistics:
+def expected_statistics(
+    view: View, source: QuerySource, exclude: int, horizon: int, variance_floor: float = VARIANCE_FLOOR
+) -> QueryStatistics:
     """Statistics of the queries to come.
 
     `rope_mean` rotates mean and covariance of un-rotated queries by the mean rotation of the next
@@ -130,7 +136,7 @@ def expected_statistics(view: View, source: QuerySource, exclude: int, horizon: 
     if source.kind == "future":
         return future_statistics(view)
     if source.kind == "ema":
-        return moving_average(view, float(source.number or 0), exclude)
+        return moving_average(view, float(source.number or 0), exclude, variance_floor)
     if source.kind == "window":
         first = max(first_counted(view, exclude), view.step - source.count)
         return statistics_of(view.queries(first, view.step))

@@ -24,10 +24,17 @@ def decomposable(plan: Plan, work: Work) -> list[str]:
 
     Raises:
         KvtoolError: `trace-lacks` where the centre cannot be computed, `usage` where no layer has enough tokens
-            for a sub-cache.
+            for a sub-cache, or a policy counts positions inside its cache.
     """
     asked = plan.decompose
     assert asked is not None
+    moved = next((label for label, policy in plan.policies if policy.positions == "cache"), None)
+    if moved is not None:
+        raise KvtoolError(
+            "usage",
+            f"--decompose tells apart what eviction does at true positions, and {moved} counts them inside its cache",
+            "decompose with positions=original, or replay without --decompose",
+        )
     free: dict[tuple[int, int], int] = {}
     for sequence, layer_id, step in work:
         layer = sequence.layer(layer_id)

@@ -204,6 +204,10 @@ def make_plan(
     for word in [*words, *(CONTROLS if controls else ())]:
         name, policy = policy_from_text(word)
         chosen.setdefault(spell(name, policy), policy)
+    moved = next((label for label, policy in chosen.items() if policy.positions == "cache"), None)
+    if moved is not None and (evaluate == "pool" or token_shares):
+        option = "--evaluate pool" if evaluate == "pool" else "--token-shares"
+        raise KvtoolError("usage", f"{option} holds for true positions only, and {moved} counts them inside its cache")
     names = dict.fromkeys(policy.calibration_trace for policy in chosen.values())
     return Plan(
         policies=list(chosen.items()),

@@ -67,7 +67,7 @@ def test_points_of_the_family_conform(text):
         ("selector=lazy", "should be one of one_shot, two_pass, greedy, exhaustive"),
         ("floor=mean", "should be one of history, leave_one_out"),
         ("group_stage=value", "should be one of score, weight"),
-        ("mixture_combine=max", "should be one of mean, worst"),
+        ("mixture_combine=max", "should be one of mean, worst, assigned"),
         ("fallback=none", "should be one of knorm, no_leverage"),
         ("blend=1.5", "should lie in 0..1"),
         ("blend=nan", "finite"),

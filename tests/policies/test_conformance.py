@@ -22,6 +22,10 @@ VARIANTS = [
     "random:mode=shared,seed=7",
     "keydiff:anchor=raw",
     "streaming-llm:sinks=0",
+    "r-kv:window=3,kernel=1,threshold=-0.5,group=mean",
+    "lagkv:sinks=1,lag=6",
+    "lagkv:sinks=0,lag=3,ranking=false",
+    "scissorhands:history=5,recent=0",
 ]
 
 

@@ -53,9 +53,12 @@ def test_oracles_and_protection_are_said_in_the_overview(name):
         "h2o": "newest half of the budget",
         "tova": "newest 1",
         "snapkv": "newest 64",
+        "r-kv": "newest 8",
+        "scissorhands": "newest 10",
     }.get(name, f"first {shield.sinks}" if shield.sinks else "nothing")
     assert protects == expected
-    assert shield.window == {"h2o": 50, "tova": 1, "snapkv": 64}.get(name, 0)
+    windows = {"h2o": 50, "tova": 1, "snapkv": 64, "r-kv": 8, "scissorhands": 10}
+    assert shield.window == windows.get(name, 0)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
