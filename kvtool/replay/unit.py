@@ -13,7 +13,7 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 from kvtool.kernels.attention_mass.reference import attention_mass
 from kvtool.layer import Layer
-from kvtool.metrics import BUILT_IN, StepErrors, ages, built_in_metrics, evaluate_layer, nullable
+from kvtool.metrics import BUILT_IN, StepErrors, ages, built_in_metrics, evaluate_cells, nullable
 from kvtool.replay.decide import donor_of, run_schedule
 from kvtool.replay.decompose import Say, decompose_unit
 from kvtool.replay.notes import note_unit, without_effect
@@ -40,7 +40,9 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
         _refuse_nonsense(each, sequence.index)
     steps = layer.query_steps[layer.query_steps >= step]
     decided = decide_cells(sequence, layer, plan, step)
-    errors = evaluate_layer(layer, decided, steps, mode=plan.evaluate, future_mass=_future_mass(layer, steps))
+    positions = [cell.policy.positions for cell in plan.cells]
+    mass = _future_mass(layer, steps)
+    errors = evaluate_cells(layer, decided, steps, positions, mode=plan.evaluate, future_mass=mass)
     tables: dict[str, list[dict[str, Any]]] = {"layers": [], "rows": [], "ages": [], "evict_steps": []}
     partials: list[Partial] = []
     spans: list[dict[int, Partial]] = []
