@@ -19,7 +19,7 @@ from kvtool.layer import Geometry, Layer
 from kvtool.policies import Policy, Protection, policy_from_text
 from kvtool.replay.decide import Rules, run_schedule
 from kvtool.retained import Event, RetainedSet
-from kvtool.schedule import Clock, Schedule, Trigger, parse_schedule
+from kvtool.schedule import Clock, Trigger, parse_schedule
 from kvtool.view import View
 
 SCHEDULES = (
@@ -136,7 +136,9 @@ class Blind(Policy):
             array = getattr(layer, name).masked_fill(~offered[..., None], self.filler)
             return lambda: array
 
-        return replace(view, _layer=replace(layer, loaders={**layer.loaders, **{n: loader(n) for n in ("keys", "values")}}))
+        return replace(
+            view, _layer=replace(layer, loaders={**layer.loaders, **{n: loader(n) for n in ("keys", "values")}})
+        )
 
 
 @pytest.mark.parametrize("filler", [float("nan"), 1e30])

@@ -109,4 +109,6 @@ def test_an_impossible_deadline_is_a_sliding_window(word: str, name: str) -> Non
     expect_same(found, dumb, layer)
     evicting = [e for e in found.events if bool((e.found > e.achieved).any())]
     assert all(bool((e.fallback == 2).all()) for e in evicting)
-    assert torch.equal(found.evict_step < layer.tokens, (found.evict_step < layer.tokens)[:1].expand_as(found.evict_step))
+    assert torch.equal(
+        found.evict_step < layer.tokens, (found.evict_step < layer.tokens)[:1].expand_as(found.evict_step)
+    )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,9 +30,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 
 @pytest.fixture(scope="module")
 def result(trace: Trace) -> Result:
-    return replay(
-        trace, CHOSEN, budgets=[BUDGET], schedules=SCHEDULES, sinks=SINKS, window=WINDOW, precision="float64"
-    )
+    return replay(trace, CHOSEN, budgets=[BUDGET], schedules=SCHEDULES, sinks=SINKS, window=WINDOW, precision="float64")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from kvtool.view import View
 
 @dataclass(frozen=True)
 class Stumbling(Policy):
-    """Scores by the first channel of the values; says at every third step that one query head's matrix had no factor."""
+    """Scores by the first channel of the values; at every third step one query head's matrix has no factor."""
 
     head: int = 0
 

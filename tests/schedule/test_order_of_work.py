@@ -16,7 +16,15 @@ from kvtool.result import Result
 from kvtool.view import View
 
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_traces"
-POLICIES = ["h2o", "observed-attention", "tova", "snapkv:window=3", "capacity:blend=0.5", "oracle-caote", "random:seed=3"]
+POLICIES = [
+    "h2o",
+    "observed-attention",
+    "tova",
+    "snapkv:window=3",
+    "capacity:blend=0.5",
+    "oracle-caote",
+    "random:seed=3",
+]
 SCHEDULES = ["every:3,from:2", "high-water:9,from:0/after", "prefill:5+every:4/delay:1"]
 TABLES = ("cells", "layers", "rows", "ages", "evict_steps")
 

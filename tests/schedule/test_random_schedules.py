@@ -49,7 +49,14 @@ BUDGETS = st.one_of(st.integers(1, 30), st.fractions(0, Fraction(19, 20), max_de
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
-@given(layer=layers(), word=words(), budget=BUDGETS, text=st.sampled_from(QUICK), sinks=st.integers(0, 5), late=st.booleans())
+@given(
+    layer=layers(),
+    word=words(),
+    budget=BUDGETS,
+    text=st.sampled_from(QUICK),
+    sinks=st.integers(0, 5),
+    late=st.booleans(),
+)
 def test_any_schedule_equals_the_dumb_loop(
     layer: Layer, word: str, budget: int | Fraction, text: str, sinks: int, late: bool
 ) -> None:
