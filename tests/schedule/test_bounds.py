@@ -36,10 +36,10 @@ def live(retained: RetainedSet, layer: Layer) -> list[int]:
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("text", SOME)
-@pytest.mark.parametrize("budget", [1, 4, 7])
+@pytest.mark.parametrize("budget", [1, 6])
 def test_the_cache_never_outgrows_what_was_promised(text: str, name: str, budget: int) -> None:
     layer = make_once(name, 40, 25)
-    for interval in (1, 3, 8):
+    for interval in (1, 5):
         for order, extra in (("", 0), ("/after", 1)):
             since = 25 + extra
             sizes = live(run(layer, text, f"every:{interval}{order}", budget), layer)
@@ -50,7 +50,7 @@ def test_the_cache_never_outgrows_what_was_promised(text: str, name: str, budget
         assert max(live(run(layer, text, f"high-water:{mark},from:0", budget), layer)) <= mark
         assert max(live(run(layer, text, f"high-water:{mark}", budget), layer)[25:]) <= mark
         assert max(live(run(layer, text, f"high-water:{mark},from:0/after", budget), layer)) <= mark + 1
-    for block in (1, 3, 6):
+    for block in (1, 6):
         sizes = live(run(layer, text, f"prefill:{block}", budget), layer)
         assert max(sizes[:25]) <= budget + block
         assert sizes[25] <= budget + 1

@@ -81,12 +81,12 @@ def expect_same_until(found: RetainedSet, whole: RetainedSet, last: int, what: s
 def test_no_decision_sees_the_future(text: str, word: str) -> None:
     """Rows from t on are replaced; what was decided up to t stays, at every event and between events."""
     turn = CAUSAL.index(text) + SCHEDULES.index(word)
-    layer, policy = make_once(list(LAYERS)[turn % len(LAYERS)], 22), policy_from_text(text)[1]
+    layer, policy = make_once(list(LAYERS)[turn % len(LAYERS)], 18), policy_from_text(text)[1]
     whole = run(layer, policy, word)
     events = [event.step for event in whole.events]
     assert events
     between = [t for t in range(1, layer.tokens) if t not in events]
-    for t in [*events, *between[turn % 5 :: 5]]:
+    for t in [*events, *between[turn % 7 :: 7]]:
         other = changed(layer, t, lambda x: 3 * x.flip(1) - 1)
         expect_same_until(run(other, policy, word), whole, t, "other numbers")
         expect_same_until(run(changed(layer, t, lambda x: x * torch.nan), policy, word, t), whole, t, "NaN")

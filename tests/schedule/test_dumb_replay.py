@@ -19,7 +19,7 @@ from kvtool.result import Result
 from kvtool.trace import Trace, open_trace
 
 SCHEDULES = ("prompt-end", "every:3,from:2", "high-water:9", "prefill:5+every:4/after", "every:2/delay:1/block:3")
-CHOSEN = ("h2o", "tova", "keydiff", "streaming-llm:sinks=2")
+CHOSEN = ("h2o", "tova", "keydiff")
 BUDGET, SINKS, WINDOW = 6, 1, 2
 
 

@@ -31,9 +31,9 @@ def kept(result: Result, policy: str, sequence: int, layer: int) -> list[list[in
     return [entry["evict_step"] for entry in sorted(found, key=lambda entry: entry["kv_head"])]
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    return write(tmp_path / "run.zarr")
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("ends") / "run.zarr", layers=(2, 5))
 
 
 @pytest.mark.parametrize("word", ["every:1,from:1000", "high-water:900", "every:7,from:26/after"])
@@ -44,7 +44,7 @@ def test_an_event_that_never_comes_is_said(trace: Path, word: str) -> None:
             assert (entry["events"], entry["evicted"], entry["no_effect"]) == (0, 0, True)
             assert entry["mean_output_error"] == 0
     (said,) = result.warnings
-    assert f"{word}: every policy had no effect in 8 of 8" in said
+    assert f"{word}: every policy had no effect in 4 of 4" in said
     assert said.endswith("the schedule never made an event due")
 
 
@@ -68,9 +68,9 @@ def test_a_page_larger_than_the_sequence_never_leaves(trace: Path) -> None:
 def test_protection_beyond_the_budget_keeps_sinks_then_the_newest(
     trace: Path, word: str, sinks: int, window: int
 ) -> None:
-    result = run(trace, ["knorm", "h2o", "random"], word, budget=4, sinks=sinks, window=window)
-    sets = [kept(result, policy, 0, 2) for policy in ("knorm", "h2o", "random")]
-    assert sets[0] == sets[1] == sets[2]  # scores decide nothing
+    result = run(trace, ["knorm", "h2o"], word, budget=4, sinks=sinks, window=window)
+    sets = [kept(result, policy, 0, 2) for policy in ("knorm", "h2o")]
+    assert sets[0] == sets[1]  # scores decide nothing
     assert all(head[: min(sinks, 4)] == [26] * min(sinks, 4) for head in sets[0])
     assert any("protection exceeds the budget of 4 tokens" in said for said in result.warnings)
 
@@ -84,9 +84,9 @@ def test_a_delay_longer_than_the_sequence_leaves_a_sliding_window(trace: Path) -
 
 @pytest.mark.parametrize("word", ["every:1", "every:1,from:0", "prompt-end", "prefill:1"])
 def test_a_prompt_of_one_token(tmp_path: Path, word: str) -> None:
-    path = write(tmp_path / "one.zarr", (12,), prompts=(1,))
-    result = run(path, ["knorm", "h2o", "tova", "snapkv:window=2", "jacap"], word, budget=1)
-    for policy in ("knorm", "h2o", "tova", "snapkv:window=2", "jacap"):
+    path = write(tmp_path / "one.zarr", layers=(2, 5), lengths=(12,), prompts=(1,))
+    result = run(path, ["h2o", "snapkv:window=2", "jacap"], word, budget=1)
+    for policy in ("h2o", "snapkv:window=2", "jacap"):
         (entry,) = (e for e in entries(result, "layers", policy) if e["layer"] == 2)
         assert entry["events"] == (11 if word.startswith("every") else 1)
         assert entry["evicted"] == (20 if word.startswith("every") else 0)  # 2 KV heads, 10 events that evict one
@@ -94,7 +94,7 @@ def test_a_prompt_of_one_token(tmp_path: Path, word: str) -> None:
 
 @pytest.mark.parametrize("word", ["every:1,from:0", "prompt-end", "high-water:2,from:0", "prefill:1"])
 def test_two_tokens(tmp_path: Path, word: str) -> None:
-    path = write(tmp_path / "two.zarr", (2,), prompts=(1,))
+    path = write(tmp_path / "two.zarr", layers=(2, 5), lengths=(2,), prompts=(1,))
     result = run(path, ["knorm", "h2o", "oracle-mass"], word, budget=1)
     assert [entry["mean_output_error"] for entry in entries(result, "cells", "h2o")] == [0, 0]
 
@@ -123,8 +123,8 @@ def test_sequences_of_different_length_have_events_of_their_own(trace: Path) -> 
 
 
 def test_queries_of_the_decode_steps_serve_policies_that_read_none(tmp_path: Path) -> None:
-    path = write(tmp_path / "decode.zarr", (26,), first_query=None)
-    whole = write(tmp_path / "whole.zarr", (26,), first_query=0)
+    path = write(tmp_path / "decode.zarr", layers=(2, 5), lengths=(26,), first_query=None)
+    whole = write(tmp_path / "whole.zarr", layers=(2, 5), lengths=(26,), first_query=0)
     policies = ["streaming-llm", "knorm", "keydiff", "oracle-mass"]
     found, reference = (run(one, policies, "every:2") for one in (path, whole))
     for policy in policies:
@@ -138,7 +138,7 @@ def test_queries_of_the_decode_steps_serve_policies_that_read_none(tmp_path: Pat
 
 
 def test_a_prompt_that_is_the_whole_sequence(tmp_path: Path) -> None:
-    path = write(tmp_path / "prompt.zarr", (20,), prompts=(20,))
+    path = write(tmp_path / "prompt.zarr", layers=(2, 5), lengths=(20,), prompts=(20,))
     for word in ("every:2,from:0", "prefill:5", "high-water:8,from:0"):
         assert entries(run(path, ["h2o"], word), "cells", "h2o")[0]["evicted"] > 0
     for word in ("every:2", "high-water:900,from:0"):
