@@ -9,10 +9,14 @@ import torch
 
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry
+from kvtool.registry import did_you_mean
 
 Order = Literal["before", "after"]
 SPELLED = "prompt-end, at:N, every:N[,from:S], high-water:N[,from:S], prefill:N; joined by +"
 MODIFIERS = "after, delay:N, block:N; each behind a /"
+TRIGGERS = ("at", "every", "high-water", "prefill")  # with a number
+NUMBERED = ("delay", "block")  # modifiers with a number
+MOST_DIGITS = 9
 
 
 @dataclass(frozen=True)
@@ -200,46 +204,61 @@ def parse_schedule(text: str) -> Schedule:
     """The schedule that `str` spelled.
 
     Raises:
-        KvtoolError: code `usage`, listing the words.
+        KvtoolError: code `usage`, naming the word that is not understood and the nearest one that is.
     """
-    head, *modifiers = text.strip().split("/")
-    schedule = Schedule(tuple(_trigger(word, text) for word in head.split("+")))
+    head, *modifiers = (part.strip() for part in text.split("/"))
+    schedule = Schedule(tuple(_trigger(word.strip(), text) for word in head.split("+")))
+    said: set[str] = set()
     for word in modifiers:
-        name, _, number = word.partition(":")
-        if word == "after":
+        name, colon, number = word.partition(":")
+        if name not in NUMBERED and (colon or name != "after"):
+            raise _unknown(text, word, name, ["after", *NUMBERED], MODIFIERS)
+        if name in said:
+            raise KvtoolError("usage", f"schedule {text!r} says {name} twice", MODIFIERS)
+        said.add(name)
+        if name == "after":
             schedule = replace(schedule, order="after")
         elif name == "delay":
-            schedule = replace(schedule, delay=_whole(number, text))
-        elif name == "block":
-            schedule = replace(schedule, block=_whole(number, text))
+            schedule = replace(schedule, delay=_whole(name, number, text))
         else:
-            raise KvtoolError("usage", f"schedule {text!r}: {word!r} is no modifier", MODIFIERS)
+            schedule = replace(schedule, block=_whole(name, number, text))
     return schedule
 
 
 def _trigger(word: str, text: str) -> Trigger:
-    fields = dict(field.partition(":")[::2] for field in word.split(","))
-    name = word.split(",")[0].partition(":")[0]
-    start = _whole(fields["from"], text) if "from" in fields else None
-    allowed = {name, "from"} if name in ("every", "high-water") else {name}
-    if set(fields) - allowed or len(fields) != word.count(",") + 1:
-        raise KvtoolError("usage", f"schedule {text!r}: {word!r} is not understood", SPELLED)
-    if word == "prompt-end":
+    name, *more = (field.strip().partition(":") for field in word.split(","))
+    if name[0] == "prompt-end":
+        if name[1] or more:
+            raise KvtoolError("usage", f"schedule {text!r}: prompt-end takes no number", SPELLED)
         return PromptEnd()
-    if name == "at":
-        return PromptEnd(_whole(fields[name], text))
-    if name == "every":
-        return Interval(_whole(fields[name], text), start)
-    if name == "high-water":
-        return HighWater(_whole(fields[name], text), start)
-    if name == "prefill":
-        return PrefillBlocks(_whole(fields[name], text))
-    raise KvtoolError("usage", f"schedule {text!r} is unknown", SPELLED)
+    if name[0] not in TRIGGERS:
+        raise _unknown(text, word, name[0], ["prompt-end", *TRIGGERS], SPELLED)
+    number = _whole(name[0], name[2], text)
+    if name[0] == "at":
+        trigger: Trigger = PromptEnd(number)
+    elif name[0] == "prefill":
+        trigger = PrefillBlocks(number)
+    else:
+        start = _whole("from", more.pop(0)[2], text) if more and more[0][0] == "from" else None
+        trigger = Interval(number, start) if name[0] == "every" else HighWater(number, start)
+    if more:
+        raise _unknown(text, word, more[0][0], ["from"], SPELLED)
+    return trigger
 
 
-def _whole(number: str, text: str) -> int:
-    if not number.isascii() or not number.isdigit() or len(number) > 9:
-        raise KvtoolError("usage", f"schedule {text!r}: {number!r} is no whole number", SPELLED)
+def _unknown(text: str, word: str, name: str, known: list[str], spelled: str) -> KvtoolError:
+    nearest = did_you_mean(name, known).partition("known: ")[0]
+    return KvtoolError("usage", f"schedule {text!r}: {word!r} is not understood", f"{nearest}known: {spelled}")
+
+
+def _whole(name: str, number: str, text: str) -> int:
+    digits = number.removeprefix("-")
+    if not digits.isascii() or not digits.isdigit():
+        raise KvtoolError(
+            "usage", f"schedule {text!r}: {name} takes a whole number, not {number!r}", f"such as {name}:8"
+        )
+    if len(digits) > MOST_DIGITS:
+        raise KvtoolError("usage", f"schedule {text!r}: {number} has more than {MOST_DIGITS} digits")
     return int(number)
 
 

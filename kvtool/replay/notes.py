@@ -14,6 +14,7 @@ from kvtool.retained import DEADLINE, FACTORISATION, RetainedSet
 NONE = torch.zeros(1)
 SAID = {
     "no-effect": "had no effect in {where}: the budget covers every candidate",
+    "pages": "had no effect in {where}: no page could leave as a whole, and one that is being filled never does",
     "never-ran": "had no effect in {where}: the schedule never made an event due",
     "window": "could not factor a matrix at some events in {where}, so the sliding window decided there (column "
     "`fallbacks`)",
@@ -23,7 +24,7 @@ SAID = {
     "fallback": "could not factor a matrix in {where}, so the declared fallback scored there (column `fallback`)",
     "knorm": "could not factor a matrix in {where} and its fallback was not finite either, so key norms scored there",
 }
-Kind = Literal["overfull", "no-effect", "never-ran", "window", "deadline", "jitter", "fallback", "knorm"]
+Kind = Literal["overfull", "no-effect", "pages", "never-ran", "window", "deadline", "jitter", "fallback", "knorm"]
 
 
 def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int, layer: int) -> list[dict[str, Any]]:
@@ -54,7 +55,7 @@ def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int,
             "policy": cell.label,
             "schedule": str(cell.schedule) if cell.schedule.repeats else None,
             "asked": f"ratio {cell.budget}" if cell.budget.ratio is not None else f"budget {cell.budget.tokens}",
-            "allowed": min((int(event.budget.min()) for event in events), default=0),
+            "allowed": min((int(event.budget.min()) for event in events if event.overfull), default=0),
             "sequence": sequence,
             "layer": layer,
         }
@@ -62,12 +63,17 @@ def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int,
     ]
 
 
-def without_effect(cell: Cell, retained: RetainedSet, donor: Geometry) -> Literal["no-effect", "never-ran"] | None:
+def without_effect(
+    cell: Cell, retained: RetainedSet, donor: Geometry
+) -> Literal["no-effect", "pages", "never-ran"] | None:
     """Why a policy that was asked to evict did not; None where it did, or where nothing was asked of it."""
     asked = cell.budget.ratio is None or cell.budget.ratio > 0
     if not asked or cell.policy.skips(donor) or bool((retained.evict_step < retained.tokens).any()):
         return None
-    return "no-effect" if retained.events else "never-ran"
+    if not retained.events:
+        return "never-ran"
+    beyond = any(e.found is not None and bool((e.found > e.budget).any()) for e in retained.events)
+    return "pages" if beyond else "no-effect"
 
 
 def sentences(notes: list[dict[str, Any]], policies: int, units: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
@@ -183,10 +184,14 @@ def make_plan(
         raise KvtoolError("usage", "--ratio and --budget were both given", "give one: a share evicted, or tokens kept")
     if sinks < 0 or window < 0:
         raise KvtoolError("usage", f"--sinks {sinks} --window {window}: protection cannot be negative")
-    if prefix < 0 or not (deadline_ms is None or deadline_ms > 0):
-        raise KvtoolError("usage", f"--prefix {prefix} --deadline-ms {deadline_ms}: neither can be negative or zero")
+    if prefix < 0:
+        raise KvtoolError("usage", f"--prefix {prefix} cannot be negative", "it is a number of first tokens")
+    if deadline_ms is not None and not 0 < deadline_ms < math.inf:
+        raise KvtoolError(
+            "usage", f"--deadline-ms {deadline_ms:g} is no time", "milliseconds above 0; leave it out for none"
+        )
     if max(sinks, window, prefix) > MOST_TOKENS:
-        raise KvtoolError("usage", f"--sinks {sinks} --window {window}: above {MOST_TOKENS} tokens")
+        raise KvtoolError("usage", f"--sinks {sinks} --window {window} --prefix {prefix}: above {MOST_TOKENS} tokens")
     if evaluate not in ("live", "pool"):
         raise KvtoolError("usage", f"--evaluate {evaluate} is unknown", did_you_mean(evaluate, ["live", "pool"]))
     if precision not in DTYPES:

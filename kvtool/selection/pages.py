@@ -15,8 +15,8 @@ def select_pages(
     """Keep whole pages of `block` rows; row i lies in page i // block, whoever else is left in it.
 
     A page scores the mean over its candidates and all heads; +inf in any of them keeps it. Pages that hold a
-    protected row are protected. The page that the next row goes to is never freed, even if it alone exceeds
-    the budget. Pages stay in order of their rank as long as all of them together fit into the budget.
+    protected row are protected, and so is the page that the next row goes to: it is never freed, even if it alone
+    exceeds the budget. Pages stay in order of their rank as long as all of them together fit into the budget.
 
     Args:
         scores: [Hk, N], higher is kept.
@@ -26,7 +26,7 @@ def select_pages(
 
     Returns:
         The selection over tokens. `ties` and `margin` speak of pages, `overfull` also where the page that is
-        being filled exceeds the budget.
+        being filled does not fit.
 
     Raises:
         NaNScore: a score is NaN.
@@ -45,7 +45,9 @@ def select_pages(
     by_page[member[must]] = torch.inf
     filling = (step % block != 0) & (pages == (step - 1) // block)  # [P] the page that row `step` goes to
     ahead = -(-step // block)  # pages that hold a row before the step, so the newest is ahead - 1
-    first_recent = max(step - window, 0) // block if window > 0 else ahead
+    # The page being filled is one of the newest: it takes its room from pages that may be freed.
+    recent = max(window, int(step % block != 0))
+    first_recent = max(step - recent, 0) // block if recent else ahead
     ranking = rank(by_page[None], pages[None], sinks=-(-sinks // block), window=ahead - first_recent, step=ahead)
     order = ranking.ranking[0].argsort()
     fitting = int((sizes[order].cumsum(0) <= budget).sum())
