@@ -54,7 +54,9 @@ def synth(
     if dtype not in FLOATS:
         raise KvtoolError("dtype", f"--dtype {dtype} cannot be stored in a trace", "use " + ", ".join(FLOATS))
     if name != "needle" and (depths is not None or lengths is not None):
-        raise KvtoolError("usage", f"--depths and --lengths belong to needle, not to {name}", "use --prompt and --steps")
+        raise KvtoolError(
+            "usage", f"--depths and --lengths belong to needle, not to {name}", "use --prompt and --steps"
+        )
     chosen = [DEPTH] if depths is None else list(depths)
     prompts = [prompt] if lengths is None else list(lengths)
     _check(chosen, prompts, steps, layers, heads, kv_heads, dim)

@@ -8,6 +8,7 @@ from kvtool.synth.scene import Group, Scene, Size, Wish
 
 KEY, APART = 3.0, 0.4  # of both keys, and what tells them apart
 LEADS, TRAILS = 0.45, 0.35
+READ = 0.3  # attention of the prompt's queries on the one they read
 SOURCE = 20.0  # the prompt's queries prefer one by a logit of 2 · SOURCE · APART
 
 
@@ -23,8 +24,8 @@ def competing_evidence(size: Size) -> Scene:
     tokens = size.tokens
     even = torch.arange(size.prompt, tokens) % 2 == 0
     first = torch.where(even, LEADS, TRAILS).to(torch.float64)
-    quiet = torch.full((tokens,), SOURCE, dtype=torch.float64)
-    # a logit of 3 on the first, and so of 3 - 2 · SOURCE · APART on the second
+    source = torch.full((tokens,), SOURCE, dtype=torch.float64)
+    # until both are there: a logit of 3 on the first, and so of 3 - 2 · SOURCE · APART on the second
     shared = torch.full((tokens,), (3.0 - SOURCE * APART) / KEY, dtype=torch.float64)
     return Scene(
         answer=f"keep rows {yes} and {no} together: their values are opposite, and the output is their difference",
@@ -33,6 +34,9 @@ def competing_evidence(size: Size) -> Scene:
             "yes": Group([yes], {"common": 2.0, "evidence": KEY, "source": APART}, plain=True, value={0: 6.0}),
             "no": Group([no], {"common": 2.0, "evidence": KEY, "source": -APART}, plain=True, value={0: -6.0}),
         },
-        queries={"evidence": shared, "source": quiet},
-        wishes=(Wish(size.prompt, tokens, ("evidence", "source"), {"yes": first, "no": LEADS + TRAILS - first}),),
+        queries={"evidence": shared, "source": source},
+        wishes=(
+            Wish(no + 1, size.prompt, ("evidence",), {"yes": READ}),
+            Wish(size.prompt, tokens, ("evidence", "source"), {"yes": first, "no": LEADS + TRAILS - first}),
+        ),
     )

@@ -21,6 +21,7 @@ def redundant_values(size: Size) -> Scene:
     """
     row = size.row(0.45)
     crowd = [r for r in range(8, size.prompt) if r % 16 < 8 and abs(r - row) > AROUND]
+    rest = [r for r in range(4, size.prompt) if r not in {*crowd, row}]
     tokens = size.tokens
     return Scene(
         answer=f"keep row {row}: it alone holds its value direction, while {len(crowd)} rows that get more "
@@ -28,7 +29,8 @@ def redundant_values(size: Size) -> Scene:
         landmarks={"rare": [row]},
         groups={
             "crowd": Group(crowd, {"topic": 2.0}, value={0: 2.0}),
-            "rare": Group([row], {"topic": 2.0 * RARE / CROWD, "rare": 2.0}, plain=True, value={1: 4.0}),
+            "rest": Group(rest, {}, value={}, spread=0.1),
+            "rare": Group([row], {"topic": 2.0 * RARE / CROWD, "rare": 2.0}, value={1: 4.0}),
         },
         queries={"topic": torch.full((tokens,), CROWD / 2.0, dtype=torch.float64)},
         wishes=(Wish(size.prompt, tokens, ("rare",), {"rare": SHARE}),),
