@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvtool.errors import KvtoolError
+
 
 def command(
     name: Annotated[
@@ -53,8 +55,8 @@ def command(
         dim=dim,
         seed=seed,
         dtype=dtype,
-        depths=[float(text) for text in number_list(depths)] if depths else None,
-        lengths=number_list(lengths, whole=True) if lengths else None,
+        depths=[_depth(text) for text in number_list(depths)] if depths else None,
+        lengths=number_list(lengths, whole=True, what="a length") if lengths else None,
         force=force,
     )
     answers = [(sequence.synthetic or {})["answer"] for sequence in trace.sequences]
@@ -82,3 +84,10 @@ def command(
         answer(f"{output}: {name}, {count} sequence{'s' * (count != 1)}, {size(trace.total_bytes)}")
         answer(f"the right answer: {answers[0]}" + (" (of the first sequence)" if count > 1 else ""))
     hint("next", f"kvtool replay {output} -p all -r 0.75")
+
+
+def _depth(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise KvtoolError("usage", f"--depths {text}: a depth is a number from 0 to 1") from None

@@ -75,13 +75,9 @@ def _look(
 def _weights(layer: Layer, head: int, step: int) -> list[float]:
     """Attention of one query, one number at a time in float64."""
     geometry = layer.geometry
-    query, keys = layer.queries[head, step].double(), layer.keys[head // geometry.group].double()
-    logits = []
-    for row in range(step + 1):
-        total = 0.0
-        for x, y in zip(query.tolist(), keys[row].tolist(), strict=True):
-            total += x * y
-        logits.append(geometry.scale * total)
+    query = layer.queries[head, step].tolist()
+    keys = layer.keys[head // geometry.group, : step + 1].tolist()
+    logits = [geometry.scale * sum(x * y for x, y in zip(query, key, strict=True)) for key in keys]
     highest = max(logits)
     powers = [2.718281828459045 ** (z - highest) for z in logits]
     return [p / sum(powers) for p in powers]
