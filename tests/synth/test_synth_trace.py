@@ -20,7 +20,7 @@ from kvtool.replay import replay
 from kvtool.synth.table import CONSTRUCTIONS
 from kvtool.trace import TraceWriter, open_trace
 
-SMALL = {"prompt": 96, "steps": 16, "layers": 1}
+SMALL = {"prompt": 64, "steps": 8, "layers": 1}  # the least
 
 
 @pytest.mark.parametrize("name", CONSTRUCTIONS)
@@ -91,7 +91,7 @@ def test_one_sequence_for_every_depth_and_length(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["neddle"], "did you mean needle? known: needle"),
+        (["neddle"], "did you mean needle? known: "),
         (["zzz"], "known: "),
         (["needle", "--depths", "1.2"], "a depth of 1.2 lies outside 0 to 1"),
         (["needle", "--depths", "nan"], "a depth of nan lies outside 0 to 1"),
@@ -110,7 +110,7 @@ def test_one_sequence_for_every_depth_and_length(tmp_path):
 def test_bad_input_is_one_sentence_and_writes_nothing(words, message, tmp_path, capfd):
     assert run(["synth", *words, "-o", str(tmp_path / "run.zarr")]) == 2
     said = capfd.readouterr().err
-    assert message.replace("known: needle", "known: ") in said
+    assert message in said
     assert "[internal]" not in said
     assert list(tmp_path.iterdir()) == []
 
@@ -174,7 +174,7 @@ def write(path: Path, attributes: dict[str, object]) -> None:
     ],
 )
 def test_landmarks_that_lie_are_refused(attributes, tmp_path):
-    with pytest.raises(KvtoolError, match="landmark|synthetic"):
+    with pytest.raises(KvtoolError, match=r"landmark|synthetic"):
         write(tmp_path / "run.zarr", attributes)
     assert not (tmp_path / "run.zarr").exists()
 
