@@ -80,7 +80,8 @@ def _weights(layer: Layer, head: int, step: int) -> list[float]:
     logits = [geometry.scale * sum(x * y for x, y in zip(query, key, strict=True)) for key in keys]
     highest = max(logits)
     powers = [2.718281828459045 ** (z - highest) for z in logits]
-    return [p / sum(powers) for p in powers]
+    total = sum(powers)
+    return [p / total for p in powers]
 
 
 @pytest.fixture

@@ -145,6 +145,13 @@ def test_a_killed_writer_leaves_no_half_trace(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["run.zarr"]
 
 
+def test_every_construction_is_named_in_help_and_docs(capfd):
+    assert run(["synth", "--help"]) == 0
+    shown = " ".join(capfd.readouterr().out.replace("│", " ").split())
+    page = (Path(__file__).resolve().parents[2] / "docs" / "synth.md").read_text()
+    assert [name for name in CONSTRUCTIONS if name not in shown or f"| `{name}` |" not in page] == []
+
+
 def write(path: Path, attributes: dict[str, object]) -> None:
     with TraceWriter(path, model={}, tokenizer=None, capture={}, dtype=torch.float32) as writer:
         sequence = writer.sequence({0: Geometry(0, 2, 1, 8, 8, 1.0)}, prompt_length=4, attributes=attributes)
