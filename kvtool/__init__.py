@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvtool.live import live as live
     from kvtool.replay import replay as replay
     from kvtool.result import Result as Result
+    from kvtool.synth import synth as synth
     from kvtool.trace import open_trace as open_trace
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ _HOMES = {
     "live": "kvtool.live",
     "open_trace": "kvtool.trace",
     "replay": "kvtool.replay",
+    "synth": "kvtool.synth",
 }
 
 

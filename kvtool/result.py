@@ -21,7 +21,7 @@ from kvtool.manifest import digest
 
 SCHEMA, LIVE, ABLATE = "kvtool.replay/1", "kvtool.live/1", "kvtool.ablate/1"
 TABLES = ("cells", "layers", "rows", "ages", "evict_steps")
-OPTIONAL = ("token_shares", "decomposition", "ladder")  # only where they were asked for
+OPTIONAL = ("token_shares", "decomposition", "ladder", "landmarks")  # only where they were asked for
 # What a result of each kind holds.
 SCHEMAS = {
     SCHEMA: TABLES,
@@ -54,6 +54,7 @@ PLACE = {
     "decomposition": {"layer": pa.int32(), "kv_head": pa.int32(), "q_head": pa.int32()},
     "ladder": {"layer": pa.int32(), "kv_head": pa.int32()},
     "steps": {"step": pa.int32()},
+    "landmarks": {"layer": pa.int32(), "kv_head": pa.int32(), "landmark": pa.string()},
 }
 # The tables whose entries speak of no single cell: all their columns.
 OWN = {
@@ -105,11 +106,12 @@ KINDS = {
     **dict.fromkeys(("predicted_kl_block", "predicted_kl_steps", "predicted_kl_draws"), pa.int64()),
     **dict.fromkeys(("evict_step", "tokens"), pa.list_(pa.int32())),
     "shares": pa.list_(pa.float64()),
-    **dict.fromkeys(("predicted_kl_partial", "protected"), pa.string()),
+    **dict.fromkeys(("predicted_kl_partial", "protected", "synthetic"), pa.string()),
     "no_effect": pa.bool_(),
     "changes": pa.list_(pa.string()),
     **dict.fromkeys(("oracle", "frozen", "capacity_mc_saturated_unit", "capacity_mc_saturated_scaled"), pa.bool_()),
     **dict.fromkeys(("queries", "pool", "kept", "samples", "undefined_samples"), pa.int32()),
+    **dict.fromkeys(("rows", "first_lost", "prompt_length"), pa.int32()),
 }
 
 

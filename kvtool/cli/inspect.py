@@ -34,6 +34,8 @@ def command(
         json_answer(document)
     else:
         answer(tables.head_table(found), "", tables.sequence_table(found), "", tables.layer_table(found), "")
+        if any(row["landmarks"] or row["synthetic"] for row in found["sequences"]):
+            answer(tables.landmark_table(found), "")
         answer(tables.serving_table(document["serving"]))
         if checked is not None:
             answer("", f"bytes: all {checked} files are as written", "")

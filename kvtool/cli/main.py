@@ -13,7 +13,7 @@ import traceback
 
 import typer
 
-from kvtool.cli import ablate, capture, import_, inspect, live, policies, replay
+from kvtool.cli import ablate, capture, import_, inspect, live, policies, replay, synth
 from kvtool.errors import KvtoolError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.command("capture")(capture.command)
 app.command("import")(import_.command)
+app.command("synth")(synth.command)
 app.command("inspect")(inspect.command)
 app.command("policies")(policies.command)
 app.command("replay")(replay.command)

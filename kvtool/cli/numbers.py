@@ -7,7 +7,7 @@ from typing import Any
 from kvtool.errors import KvtoolError
 
 
-def number_list(words: list[str] | None, whole: bool = False) -> list[Any]:
+def number_list(words: list[str] | None, whole: bool = False, what: str = "a budget") -> list[Any]:
     """`["0.5,0.9", "0.75"]` -> the words themselves (ratios stay exact decimals) or whole numbers."""
     parts = [part.strip() for word in words or [] for part in word.split(",") if part.strip()]
     if words and not parts:
@@ -17,4 +17,4 @@ def number_list(words: list[str] | None, whole: bool = False) -> list[Any]:
     try:
         return [int(part) for part in parts]
     except ValueError:
-        raise KvtoolError("usage", f"{', '.join(parts)}: a budget is a whole number of tokens") from None
+        raise KvtoolError("usage", f"{', '.join(parts)}: {what} is a whole number of tokens") from None

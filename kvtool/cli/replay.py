@@ -78,6 +78,7 @@ def command(
     from kvtool.replay import replay
     from kvtool.report.terminal import replay_table
     from kvtool.report.terminal_decomposition import decomposition_tables
+    from kvtool.report.terminal_landmarks import landmark_tables
     from kvtool.words import parse_ids
 
     use_threads(threads)
@@ -126,6 +127,7 @@ def command(
         json_answer(result.document())
     else:
         answer(*replay_table(result, terminal_width()))
+        answer(*landmark_tables(result))
         if decompose:
             answer(*decomposition_tables(result, terminal_width()))
     for warning in result.warnings:

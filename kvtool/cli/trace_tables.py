@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtool.trace.gradients import drawn
-from kvtool.words import size
+from kvtool.words import size, spans
 
 MOST_WORDS = 120
 
@@ -57,6 +57,17 @@ def sequence_table(found: Mapping[str, Any]) -> Table:
             size(row["bytes"]),
             "-" if row["gradients"] is None else drawn(row["gradients"]),
         )
+    return table
+
+
+def landmark_table(found: Mapping[str, Any]) -> Table:
+    """The rows that have a name, a line each, and what is known of a constructed sequence."""
+    table = _table("landmarks", "sequence", "landmark", "rows", "known answer")
+    for row in found["sequences"]:
+        answer = (row["synthetic"] or {}).get("answer", "-")
+        for name, rows in (row["landmarks"] or {"-": []}).items():
+            table.add_row(str(row["sequence"]), Text(name), spans(rows) if rows else "-", Text(answer))
+            answer = ""
     return table
 
 

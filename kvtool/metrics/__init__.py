@@ -1,6 +1,7 @@
 """Metrics: what eviction did to attention, and how old the tokens are that stayed."""
 
 from kvtool.metrics.ages import AGE_COLUMNS, ages
+from kvtool.metrics.landmarks import landmark_entries
 from kvtool.metrics.mass_regret import mass_regret
 from kvtool.metrics.metric import Column, Metric, mean_over_sequences, nullable
 from kvtool.metrics.predicted_kl import PredictedKL, Whole
@@ -22,6 +23,7 @@ __all__ = [
     "columns",
     "evaluate_cells",
     "evaluate_layer",
+    "landmark_entries",
     "mass_regret",
     "mean_over_sequences",
     "measure",

@@ -13,9 +13,10 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 from kvtool.kernels.attention_mass.reference import attention_mass
 from kvtool.layer import Layer
-from kvtool.metrics import BUILT_IN, StepErrors, ages, built_in_metrics, evaluate_cells, nullable
+from kvtool.metrics import BUILT_IN, StepErrors, ages, built_in_metrics, evaluate_cells, landmark_entries, nullable
 from kvtool.replay.decide import donor_of, run_schedule
 from kvtool.replay.decompose import Say, decompose_unit
+from kvtool.replay.landmarks import about
 from kvtool.replay.notes import note_unit, without_effect
 from kvtool.replay.parts import Part, Partial
 from kvtool.replay.plan import Cell, Plan
@@ -47,6 +48,8 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
     partials: list[Partial] = []
     spans: list[dict[int, Partial]] = []
     notes = []
+    landmarks: list[dict[str, Any]] = []
+    said = about(sequence)
     for cell, retained, found in zip(plan.cells, decided, errors, strict=True):
         key = {"sequence": sequence.index, **cell.key(plan), **achieved_of(retained), "event": None, "layer": layer_id}
         whole = _measure(cell, layer, donor, retained, found, key, tables)
@@ -69,6 +72,9 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
         tables["ages"] += _ages(key, retained, donor, plan)
         tables["evict_steps"] += decision_entries(key, retained)
         notes += note_unit(cell, retained, donor.geometry, sequence.index, layer_id)
+        landmarks += [{**key, **said, **entry} for entry in landmark_entries(retained, sequence.landmarks)]
+    if any(each.landmarks for each in sequence.trace.sequences):
+        tables["landmarks"] = landmarks
     if plan.decompose is not None:
         wide = plan.calibrated(sequence.layer(layer_id, dtype=torch.float64))
         wide_donor = wide if donor is layer else plan.calibrated(donor_of(sequence, wide))

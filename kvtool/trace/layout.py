@@ -21,7 +21,7 @@ CHUNK_TOKENS = 16384
 CHECKSUM_BYTES = 4  # crc32c, little-endian, at the end of every chunk
 
 ROOT_FIELDS = ("format", "model", "tokenizer", "capture")
-SEQUENCE_FIELDS = ("id", "length", "prompt_length", "prompt_digest", "segments", "gradients")
+SEQUENCE_FIELDS = ("id", "length", "prompt_length", "prompt_digest", "segments", "gradients", "landmarks", "synthetic")
 LAYER_FIELDS = (
     "query_heads",
     "kv_heads",

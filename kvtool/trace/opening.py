@@ -12,6 +12,7 @@ from kvtool.trace.attributes import parse_layer
 from kvtool.trace.commit import read_commit, refuse_newer
 from kvtool.trace.consistency import check_layer, check_sequence, sequence_fields
 from kvtool.trace.gradients import check_gradients, parse_gradients
+from kvtool.trace.landmarks import check_landmarks, check_synthetic
 from kvtool.trace.layout import ATTRIBUTE, COMMIT, sequence_path
 from kvtool.trace.metadata import check_lengths, read_tree
 from kvtool.trace.publish import WRITING, siblings
@@ -62,6 +63,8 @@ def _sequence(trace: Trace, index: int) -> Sequence:
     path = sequence_path(index)
     attributes, length, prompt_length = sequence_fields(trace.tree.groups[path].get(ATTRIBUTE), f"sequence {index}")
     check_sequence(trace.tree, path, length)
+    check_landmarks(attributes.get("landmarks"), f"sequence {index}", length)
+    check_synthetic(attributes.get("synthetic"), f"sequence {index}")
     gradients = parse_gradients(attributes.get("gradients"), f"sequence {index}", length, prompt_length)
     parsed: dict[int, tuple[Geometry, bool]] = {}
     prefix = f"{path}/layers/"

@@ -97,6 +97,16 @@ class Sequence:
         return self.attributes.get("segments") or []
 
     @property
+    def landmarks(self) -> dict[str, list[int]]:
+        """Name -> ascending rows that are known to matter; empty where none were recorded."""
+        return self.attributes.get("landmarks") or {}
+
+    @property
+    def synthetic(self) -> dict[str, Any] | None:
+        """`name`, `seed`, `answer` and perhaps `depth` of a constructed sequence; None for a model's run."""
+        return self.attributes.get("synthetic")
+
+    @property
     def prompt_digest(self) -> str:
         """Hex digest of the prompt; seeds random streams."""
         return str(self.attributes["prompt_digest"])

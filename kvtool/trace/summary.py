@@ -51,6 +51,8 @@ def _sequence(sequence: Sequence) -> dict[str, Any]:
         "prompt_length": sequence.prompt_length,
         "prompt_digest": sequence.prompt_digest,
         "bytes": sum(entry.length for name, entry in entries.items() if name.startswith(prefix)),
+        "landmarks": sequence.landmarks,
+        "synthetic": sequence.synthetic,
         "attributes": sequence.attributes,
         "gradients": None if sequence.gradients is None else gradient_attributes(sequence.gradients),
         "layers": [_layer(sequence, layer_id) for layer_id in sequence.layer_ids],

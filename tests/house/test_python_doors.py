@@ -23,6 +23,7 @@ CALL = f"('{TINY}', ['knorm'], ratios=['0.5'], layers=[0])"
         f"from kvtool.replay import replay; replay{CALL}",
         "import kvtool; assert callable(kvtool.capture) and callable(kvtool.capture) and callable(kvtool.live)",
         "from kvtool import capture, live, open_trace, Result; assert callable(capture) and callable(live)",
+        "import kvtool.synth.scene, kvtool; assert callable(kvtool.synth)",
         "import kvtool.capture.request, kvtool; assert callable(kvtool.capture)",
     ],
 )
@@ -35,5 +36,5 @@ def test_dir_lists_the_doors_and_nothing_else() -> None:
     import kvtool
 
     assert [name for name in dir(kvtool) if not name.startswith("_")] == sorted(
-        ["KvtoolError", "Result", "ablate", "capture", "live", "open_trace", "replay"]
+        ["KvtoolError", "Result", "ablate", "capture", "live", "open_trace", "replay", "synth"]
     )
