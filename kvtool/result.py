@@ -25,7 +25,7 @@ OPTIONAL = ("token_shares", "decomposition", "ladder")  # only where they were a
 # What a result of each kind holds.
 SCHEMAS = {
     SCHEMA: TABLES,
-    LIVE: ("cells", "layers", "rows", "steps", "calibration", "evict_steps"),
+    LIVE: ("cells", "layers", "rows", "steps", "timeline", "calibration", "evict_steps"),
     ABLATE: ("cells", "effects", "interactions"),
 }
 
@@ -54,6 +54,7 @@ PLACE = {
     "decomposition": {"layer": pa.int32(), "kv_head": pa.int32(), "q_head": pa.int32()},
     "ladder": {"layer": pa.int32(), "kv_head": pa.int32()},
     "steps": {"step": pa.int32()},
+    "timeline": {"step_from": pa.int32(), "step_to": pa.int32()},
 }
 # The tables whose entries speak of no single cell: all their columns.
 OWN = {
@@ -61,6 +62,8 @@ OWN = {
         "sequence": pa.int32(),
         "measured": pa.string(),
         "predictor": pa.string(),
+        "step_from": pa.int32(),
+        "step_to": pa.int32(),
         "cells": pa.int32(),
         "spearman": pa.float64(),
         "log_pearson": pa.float64(),
