@@ -25,7 +25,7 @@ OPTIONAL = ("token_shares", "decomposition", "ladder", "landmarks")  # only wher
 # What a result of each kind holds.
 SCHEMAS = {
     SCHEMA: TABLES,
-    LIVE: ("cells", "layers", "rows", "steps", "calibration", "evict_steps"),
+    LIVE: ("cells", "layers", "rows", "steps", "timeline", "calibration", "evict_steps"),
     ABLATE: ("cells", "effects", "interactions"),
 }
 
@@ -55,19 +55,15 @@ PLACE = {
     "ladder": {"layer": pa.int32(), "kv_head": pa.int32()},
     "steps": {"step": pa.int32()},
     "landmarks": {"layer": pa.int32(), "kv_head": pa.int32(), "landmark": pa.string()},
+    "timeline": {"step_from": pa.int32(), "step_to": pa.int32()},
 }
 # The tables whose entries speak of no single cell: all their columns.
 OWN = {
     "calibration": {
         "sequence": pa.int32(),
-        "measured": pa.string(),
-        "predictor": pa.string(),
-        "cells": pa.int32(),
-        "spearman": pa.float64(),
-        "log_pearson": pa.float64(),
-        "ratio_median": pa.float64(),
-        "ratio_low": pa.float64(),
-        "ratio_high": pa.float64(),
+        **dict.fromkeys(("measured", "predictor"), pa.string()),
+        **dict.fromkeys(("step_from", "step_to", "cells"), pa.int32()),
+        **dict.fromkeys(("spearman", "log_pearson", "ratio_median", "ratio_low", "ratio_high"), pa.float64()),
         "pairs": pa.int32(),
         "wrong_pairs": pa.list_(pa.string()),
     },
@@ -107,6 +103,7 @@ KINDS = {
     **dict.fromkeys(("evict_step", "tokens"), pa.list_(pa.int32())),
     "shares": pa.list_(pa.float64()),
     **dict.fromkeys(("predicted_kl_partial", "protected", "synthetic"), pa.string()),
+    **dict.fromkeys(("mean_cache_tokens", "peak_cache_tokens"), pa.float64()),
     "no_effect": pa.bool_(),
     "changes": pa.list_(pa.string()),
     **dict.fromkeys(("oracle", "frozen", "capacity_mc_saturated_unit", "capacity_mc_saturated_scaled"), pa.bool_()),

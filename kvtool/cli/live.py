@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvtool.cli import schedules
+
 _WHAT, _RUN, _MORE = "What is evicted", "The run", "What is measured besides"
 
 
@@ -27,10 +29,24 @@ def command(
         list[str] | None,
         typer.Option("-b", "--budget", help="Tokens kept per KV head, instead.", rich_help_panel=_WHAT),
     ] = None,
-    evict_at: Annotated[
-        int | None,
-        typer.Option(help="Step of the event. Default: the end of the prompt.", rich_help_panel=_WHAT),
-    ] = None,
+    evict_at: schedules.EvictAt = None,
+    every: schedules.Every = None,
+    start: schedules.From = None,
+    high_water: schedules.HighWater = None,
+    prefill_block: schedules.PrefillBlock = None,
+    prompt_end: schedules.PromptEnd = False,
+    evict_order: schedules.EvictOrder = "before",
+    delay: schedules.Delay = 0,
+    granularity: schedules.Granularity = "token",
+    schedule: schedules.Spelled = None,
+    prefix: schedules.Prefix = 0,
+    decide: Annotated[
+        str,
+        typer.Option(
+            help="trace: decisions are those of replay; run: of what the evicted model computes itself.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = "trace",
     sinks: Annotated[int, typer.Option(help="First tokens never evicted.", rich_help_panel=_WHAT)] = 4,
     window: Annotated[int, typer.Option(help="Newest tokens never evicted.", rich_help_panel=_WHAT)] = 32,
     layers: Annotated[
@@ -104,7 +120,20 @@ def command(
             policy or ["all"],
             ratios=number_list(ratio),
             budgets=number_list(budget, whole=True),
-            evict_at=evict_at,
+            schedules=schedules.schedule_words(
+                evict_at=evict_at,
+                every=every,
+                start=start,
+                high_water=high_water,
+                prefill_block=prefill_block,
+                prompt_end=prompt_end,
+                evict_order=evict_order,
+                delay=delay,
+                granularity=granularity,
+                spelled=schedule,
+            ),
+            prefix=prefix,
+            decide=decide,
             sinks=sinks,
             window=window,
             layers=parse_ids(layers, "--layers"),

@@ -7,17 +7,23 @@ from statistics import fmean
 from typing import Any
 
 from kvtool.errors import KvtoolError
-from kvtool.live.calibration import AVERAGED, ERRORS, calibrate, distinct, predictors
+from kvtool.live.calibration import AVERAGED, ERRORS, calibrate, calibrate_spans, distinct, predictors
 from kvtool.live.tables import Entries
 from kvtool.replay.plan import Plan
 from kvtool.replay.run import replay
 from kvtool.trace import Sequence, Trace
 
+PREDICTED = ("predicted_kl", "predicted_kl_se")
 _CELL = ("sequence", "policy", "ratio", "budget", "schedule")
 
 
-def replay_beside(trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]], tables: Entries) -> None:
-    """Replay `plan` and fill the open-loop columns of cells, layers and rows, and the table of agreement.
+def replay_beside(
+    trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]], tables: Entries, *, same: bool
+) -> None:
+    """Replay `plan` and fill the open-loop columns of cells, layers, rows and timeline, and the table of agreement.
+
+    Args:
+        same: the live run carried out what the trace decides, so the replay must have decided it too.
 
     Raises:
         KvtoolError: code `internal` where the replay decided otherwise than the live run.
@@ -37,7 +43,7 @@ def replay_beside(trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]
         kl_windows=plan.kl_windows,
     )
     decided = {_key(e, "layer", "kv_head"): e["digest"] for e in result.entries("evict_steps")}
-    if any(decided[_key(e, "layer", "kv_head")] != e["digest"] for e in tables["evict_steps"]):
+    if same and any(decided[_key(e, "layer", "kv_head")] != e["digest"] for e in tables["evict_steps"]):
         raise KvtoolError("internal", "replay and live run decided differently on the same trace")
     cells = result.entries("cells")
     _fill(
@@ -54,7 +60,9 @@ def replay_beside(trace: Trace, plan: Plan, work: list[tuple[Sequence, int, int]
     _average(tables["cells"], result.entries("rows"))
     _fill(tables["layers"], result.entries("layers"), ("layer",), ["layer_error"])
     _fill(tables["rows"], result.entries("rows"), ("layer", "q_head"), ["output_error"])
-    tables["calibration"] = calibrate(distinct(tables["cells"], tables["evict_steps"]))
+    _fill_spans(tables["timeline"], cells, result.entries("layers"))
+    counted = distinct(tables["cells"], tables["evict_steps"])
+    tables["calibration"] = [*calibrate(counted), *calibrate_spans(counted, tables["timeline"])]
 
 
 def _average(cells: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
@@ -75,6 +83,24 @@ def _average(cells: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
 
 def _key(entry: dict[str, Any], *place: str) -> tuple[Any, ...]:
     return tuple(entry[name] for name in (*_CELL, *place))
+
+
+def _fill_spans(timeline: list[dict[str, Any]], cells: list[dict[str, Any]], layers: list[dict[str, Any]]) -> None:
+    """`predicted_kl` of the replay's own spans, where all its layers have the very spans of the timeline."""
+    starts: dict[tuple, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for layer in layers:
+        if layer["event"] is not None:
+            starts[_key(layer)][layer["layer"]].add(layer["event"])
+    mine: dict[tuple, set[int]] = defaultdict(set)
+    for entry in timeline:
+        mine[_key(entry)].add(entry["step_from"])
+    apart = {key for key, by_layer in starts.items() if any(events != mine[key] for events in by_layer.values())}
+    apart |= {(None, *cell) for _, *cell in apart}  # nor is there a mean over sequences
+    found = {(*_key(cell), cell["event"]): cell for cell in cells if cell["event"] is not None}
+    for entry in timeline:
+        key = _key(entry)
+        other = None if key in apart else found.get((*key, entry["step_from"]))
+        entry.update({name: None if other is None else other.get(name) for name in PREDICTED})
 
 
 def _fill(

@@ -30,18 +30,47 @@ def calibrate(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Args:
         cells: entries of the live result's `cells`, with the replay's columns beside the measured ones.
-            `full` predicts and measures nothing and is left out, as are cells without either number.
+            `full` predicts and measures nothing and is left out, as are cells without effect or without either number.
     """
     entries = []
     indices = sorted({cell["sequence"] for cell in cells if cell["sequence"] is not None})
     for sequence in [None, *(indices if len(indices) > 1 else [])]:
-        mine = [cell for cell in cells if cell["sequence"] == sequence and cell["policy"] != "full"]
+        mine = [c for c in cells if c["sequence"] == sequence and c["policy"] != "full" and not c["no_effect"]]
         for measured in measures(mine) if mine else []:
             for predictor in predictors(mine[0]):
-                known = [c for c in mine if _is_number(c[predictor]) and _is_number(c[measured])]
-                if known:
-                    entries.append({"sequence": sequence, **agreement(known, predictor, measured)})
+                entries += _entry({"sequence": sequence}, mine, predictor, measured)
     return entries
+
+
+def calibrate_spans(cells: Sequence[dict[str, Any]], timeline: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same from one event to the next, for predicted KL: one entry per sequence and span.
+
+    Args:
+        cells: those that `calibrate` is given.
+        timeline: entries of that table, `predicted_kl` beside the measured ones.
+    """
+    counted = {_cell(c) for c in cells if c["policy"] != "full" and not c["no_effect"]}
+    spans: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for entry in timeline:
+        if _cell(entry) in counted:
+            spans.setdefault((entry["sequence"], entry["step_from"], entry["step_to"]), []).append(entry)
+    several = len({sequence for sequence, _, _ in spans if sequence is not None}) > 1
+    found = []
+    for (sequence, start, stop), members in spans.items():
+        if sequence is None or several:
+            key = {"sequence": sequence, "step_from": start, "step_to": stop}
+            (measured,) = measures([{**member, "answer_loss": None} for member in members])
+            found += _entry(key, members, "predicted_kl", measured)
+    return found
+
+
+def _cell(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(entry[name] for name in ("sequence", "policy", "ratio", "budget", "schedule"))
+
+
+def _entry(key: dict[str, Any], cells: Sequence[dict[str, Any]], predictor: str, measured: str) -> list[dict[str, Any]]:
+    known = [c for c in cells if _is_number(c[predictor]) and _is_number(c[measured])]
+    return [{**key, **agreement(known, predictor, measured)}] if known else []
 
 
 def _is_number(value: float | None) -> bool:
@@ -59,11 +88,11 @@ def distinct(cells: Sequence[dict[str, Any]], decisions: Iterable[dict[str, Any]
     for entry in decisions:
         place = entry["sequence"], entry["layer"], entry["kv_head"], entry["digest"]
         for sequence in (entry["sequence"], None):
-            kept.setdefault((sequence, entry["policy"], entry["ratio"], entry["budget"]), set()).add(place)
+            kept.setdefault(_cell({**entry, "sequence": sequence}), set()).add(place)
     seen: set[tuple[Any, ...]] = set()
     found = []
     for cell in cells:
-        sets = frozenset(kept[cell["sequence"], cell["policy"], cell["ratio"], cell["budget"]])
+        sets = frozenset(kept[_cell(cell)])
         if (cell["sequence"], sets) not in seen:
             seen.add((cell["sequence"], sets))
             found.append(cell)
@@ -123,20 +152,23 @@ def ranks(values: Sequence[float]) -> list[float]:
 def wrong_pairs(cells: Sequence[dict[str, Any]], predictor: str, measured: str) -> tuple[list[str], int]:
     """(pairs of policies that the predictor puts the wrong way round, worst first; all pairs).
 
-    Only policies at the same ratio or budget are compared: which of two is better there is the question.
+    Only policies at the same ratio or budget and under the same schedule are compared: which of two is better there is
+    the question.
     """
     found, pairs = [], 0
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for cell in cells:
-        groups.setdefault((cell["ratio"], cell["budget"]), []).append(cell)
-    for (ratio, budget), members in groups.items():
+        groups.setdefault((cell["ratio"], cell["budget"], cell["schedule"]), []).append(cell)
+    several = len({schedule for _, _, schedule in groups}) > 1
+    for (ratio, budget, schedule), members in groups.items():
+        place = asked(ratio, budget) + (f", {schedule}" if several else "")
         for a, b in itertools.combinations(members, 2):
             pairs += 1
             good, bad = (a, b) if a[predictor] < b[predictor] else (b, a)
             gap = good[measured] - bad[measured]
             if good[predictor] < bad[predictor] and gap > 0:
                 text = (
-                    f"{asked(ratio, budget)}: {good['policy']} before {bad['policy']}, measured "
+                    f"{place}: {good['policy']} before {bad['policy']}, measured "
                     f"{good[measured]:.4g} and {bad[measured]:.4g}"
                 )
                 found.append((gap / max(abs(good[measured]), abs(bad[measured])), text))

@@ -18,20 +18,27 @@ from kvtool.live.answer import Answer, find_answer
 from kvtool.live.beside import replay_beside
 from kvtool.live.loop import Loop, Outcome
 from kvtool.live.model import LiveModel, check_sequence, find, load
-from kvtool.live.tables import Entries, add_outcome, blank_tables, means
+from kvtool.live.recording import Recording
+from kvtool.live.tables import Entries, Ran, add_outcome, blank_tables, means, undefined
+from kvtool.live.timeline import mean_timeline
 from kvtool.manifest import environment
 from kvtool.replay.notes import note_unit, sentences
 from kvtool.replay.plan import Plan
 from kvtool.replay.unit import decide_cells
 from kvtool.result import LIVE, Result, table_of
-from kvtool.retained import RetainedSet
 from kvtool.trace import Sequence, Trace
-from kvtool.words import asked, spans
+from kvtool.words import spans
 
 # Mean KL in nats that rounding alone may cause where nothing is evicted: the mask takes another path through
 # the attention kernel than the model's own. On SmolLM2 behind 1,024 tokens, step by step, 5e-12 in float32 and 1.2e-3
 # in bfloat16; in one block exactly 0.
 BOUNDS = {torch.float32: 1e-7, torch.float16: 1e-3, torch.bfloat16: 2e-2}
+
+LOOPS = {
+    "trace": "closed: evicted in the model's own cache, errors reach every layer; decisions from the trace",
+    "run": "closed: evicted in the model's own cache, errors reach every layer and later decisions; decisions from "
+    "what the run itself computed",
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Options:
     model_dtype: str | None = None
     online: bool = False
     chunk: int | None = None
+    decide: str = "trace"
 
 
 class ClosedLoop:
@@ -99,14 +107,15 @@ class ClosedLoop:
             check_sequence(ready, sequence)
             self._run_sequence(ready, sequence, event, layers, self._answer(place), tables)
         tables["cells"] += means(tables["cells"])
+        tables["timeline"] += mean_timeline(tables["timeline"], len(self._sequences))
         if self._options.calibrate:
             self._progress(self._total, self._total, "replaying")
-            replay_beside(self._trace, self._plan, self._work, tables)
+            replay_beside(self._trace, self._plan, self._work, tables, same=self._options.decide == "trace")
         evicting = sum(not policy.keeps_all for _, policy in self._plan.policies)
         said = [
             *warnings,
             *self._warnings(ready),
-            *_undefined(tables),
+            *undefined(tables),
             *sentences(self._noted, evicting, len(self._work)),
         ]
         arrow = {name: table_of(name, entries) for name, entries in tables.items()}
@@ -129,6 +138,9 @@ class ClosedLoop:
             self._progress(self._done, self._total, f"sequence {sequence.index}: deciding layer {layer}")
             decided[layer] = decide_cells(sequence, sequence.layer(layer, dtype=self._plan.dtype), self._plan, event)
         self._progress(self._done, self._total, f"sequence {sequence.index}: prompt")
+        donors = {layer: self._donor(ready, layer) for layer in layers}
+        sources = {layer: donor.layer for layer, donor in donors.items()}
+        own = self._options.decide == "run"
         loop = Loop(
             ready,
             sequence,
@@ -136,40 +148,33 @@ class ClosedLoop:
             answer.appended if answer else (),
             self._options.layer_errors,
             self._options.chunk,
+            Recording(sequence, sorted(set(sources.values())), self._plan) if own else None,
         )
         self._facts["key_error"] = max(self._facts["key_error"], loop.key_error)
         # `full` first: if it moves the model's predictions, nothing else is worth the time.
         order = sorted(enumerate(self._plan.cells), key=lambda pair: not pair[1].policy.keeps_all)
-        outcomes: dict[int, tuple[Outcome, dict[int, RetainedSet]]] = {}
+        outcomes: dict[int, Ran] = {}
         for number, cell in order:
             self._progress(self._done, self._total, f"sequence {sequence.index}: {cell.label} {cell.budget}")
-            retained = {layer: sets[number] for layer, sets in decided.items()}
-            outcome = loop.evict(retained)
+            foreseen = {layer: sets[number] for layer, sets in decided.items()}
+            # An oracle's future is the trace's, and `full` decides nothing.
+            if own and not cell.policy.oracle and not cell.policy.keeps_all:
+                outcome, retained = loop.decide(cell, self._plan, sources)
+            else:
+                outcome, retained = loop.evict(foreseen), foreseen
             if cell.policy.keeps_all:
                 self._check_full(ready, outcome)
             if self._options.generate:
-                outcome = replace(outcome, generated=self._generate(ready, loop, retained))
-            outcomes[number] = outcome, retained
+                stop = stop_tokens(ready.model) | ready.tokenization.stop_tokens
+                outcome = replace(outcome, generated=loop.generate(retained, self._options.generate, stop))
+            outcomes[number] = Ran(cell, outcome, retained, donors, foreseen if own else None)
             self._done += 1
-        self._tell(ready, sequence, event, outcomes, answer, tables)
-
-    def _tell(
-        self,
-        ready: LiveModel,
-        sequence: Sequence,
-        event: int,
-        outcomes: dict[int, tuple[Outcome, dict[int, RetainedSet]]],
-        answer: Answer | None,
-        tables: Entries,
-    ) -> None:
-        """Tables and notes of one sequence, cells in the plan's order."""
-        kept_all = next(o for n, (o, _) in outcomes.items() if self._plan.cells[n].policy.keeps_all)
-        for number, cell in enumerate(self._plan.cells):
-            outcome, retained = outcomes[number]
-            add_outcome(tables, self._plan, cell, sequence, event, retained, outcome, answer)
-            tables["cells"][-1] |= self._text(ready, outcome, kept_all)
-            for layer, kept in retained.items():
-                self._noted += note_unit(cell, kept, self._donor(ready, layer), sequence.index, layer)
+        kept_all = next(ran.outcome for ran in outcomes.values() if ran.cell.policy.keeps_all)
+        for _, ran in sorted(outcomes.items()):
+            add_outcome(tables, self._plan, ran, sequence, event, answer)
+            tables["cells"][-1] |= self._text(ready, ran.outcome, kept_all)
+            for layer, kept in ran.retained.items():
+                self._noted += note_unit(ran.cell, kept, ran.geometries[layer], sequence.index, layer)
 
     def _tell_of(self, answer: Answer, ready: LiveModel, sequence: Sequence) -> None:
         """Notes on an answer whose place the user may not expect."""
@@ -189,10 +194,6 @@ class ClosedLoop:
         """Geometry of the layer whose cache `layer` reads."""
         geometry = ready.probed[layer].geometry
         return geometry if geometry.kv_source is None else ready.probed[geometry.kv_source].geometry
-
-    def _generate(self, ready: LiveModel, loop: Loop, retained: dict[int, RetainedSet]) -> list[int]:
-        stop = stop_tokens(ready.model) | ready.tokenization.stop_tokens
-        return loop.generate(retained, self._options.generate, stop)
 
     def _text(self, ready: LiveModel, outcome: Outcome, full: Outcome) -> dict[str, Any]:
         """The model's own continuation, and how many of its first tokens are those of the full cache."""
@@ -215,15 +216,19 @@ class ClosedLoop:
             )
 
     def _warnings(self, ready: LiveModel) -> list[str]:
+        said = []
         whole = sorted(set(ready.probed) - {layer for _, layer, _ in self._work})
-        if not whole:
-            return []
-        return [f"layers {spans(whole)} keep their whole cache: the trace, or --layers, does not hold them"]
+        if whole:
+            said.append(f"layers {spans(whole)} keep their whole cache: the trace, or --layers, does not hold them")
+        oracles = [label for label, policy in self._plan.policies if policy.oracle]
+        if oracles and self._options.decide == "run":
+            said.append(f"{', '.join(oracles)}: oracles know the trace's future, so the trace decides for them")
+        return said
 
     def _manifest(self, ready: LiveModel) -> dict[str, Any]:
         trace, plan, options = self._trace, self._plan, self._options
         loaded = Loaded(ready.model, None, ready.source, ready.dtype)
-        described = {**plan.describe(), "loop": "closed: evicted in the model's own cache, errors reach every layer"}
+        described = {**plan.describe(), "loop": LOOPS[options.decide]}
         chosen = [sequence for sequence, _, _ in self._sequences.values()]
         layer_ids = sorted({layer for _, layer, _ in self._work})
         return {
@@ -242,6 +247,7 @@ class ClosedLoop:
                 "model": model_manifest(loaded),
                 "run_dtype": str(ready.dtype).removeprefix("torch."),
                 "attention": implementation(ready.model),
+                "decide": options.decide,
                 "generate": options.generate,
                 "answer": list(options.answer),
                 "other_weights": options.other_weights,
@@ -252,14 +258,3 @@ class ClosedLoop:
             "device": "cpu",
             "environment": environment("pyarrow", "zarr", "transformers"),
         }
-
-
-def _undefined(tables: Entries) -> list[str]:
-    """A sentence for every cell in which the model's predictions were no numbers."""
-    return [
-        f"{cell['policy']} at {asked(cell['ratio'], cell['budget'])}, sequence {cell['sequence']}: the predictions of "
-        f"{cell['undefined_steps']} of {cell['evaluated_steps']} steps are not finite, so nothing is measured there; "
-        "--model-dtype float32 may hold them"
-        for cell in tables["cells"]
-        if cell["sequence"] is not None and cell["undefined_steps"]
-    ]

@@ -14,6 +14,7 @@ from kvtool.capture.hook import AttentionCall
 from kvtool.capture.visibility import check_mask
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry
+from kvtool.live.recording import Recording
 from kvtool.retained import RetainedSet
 
 NEVER = torch.iinfo(torch.int32).max
@@ -26,11 +27,18 @@ class Watched:
         geometries: all attention layers of the model, by id.
         start: rows that the cache already holds.
         outputs: keep the attention outputs.
+        recording: told queries, keys and values.
     """
 
-    def __init__(self, geometries: dict[int, Geometry], start: int = 0, outputs: bool = False) -> None:
+    def __init__(
+        self,
+        geometries: dict[int, Geometry],
+        start: int = 0,
+        outputs: bool = False,
+        recording: Recording | None = None,
+    ) -> None:
         self._geometries, self._start = geometries, start
-        self._keep = outputs
+        self._keep, self._recording = outputs, recording
         self._outputs: dict[int, list[Tensor]] = {layer: [] for layer in geometries}
         self._seen: set[int] = set()
         self._checked: set[tuple[Any, ...]] = set()
@@ -47,6 +55,8 @@ class Watched:
             self._checked.add(key)
         if self._keep:
             self._outputs[call.layer].append(call.output.to(torch.float32))
+        if self._recording is not None:
+            self._recording.see(call, self._start)
 
     @contextmanager
     def forward(self, tokens: int) -> Iterator[None]:
@@ -67,8 +77,14 @@ class Watched:
 class Whole(Watched):
     """A run with the whole cache: remembers the keys [Hk, n, D] that the model computes, by layer, a forward each."""
 
-    def __init__(self, geometries: dict[int, Geometry], start: int = 0, outputs: bool = False) -> None:
-        super().__init__(geometries, start, outputs)
+    def __init__(
+        self,
+        geometries: dict[int, Geometry],
+        start: int = 0,
+        outputs: bool = False,
+        recording: Recording | None = None,
+    ) -> None:
+        super().__init__(geometries, start, outputs, recording)
         self.keys: dict[int, list[Tensor]] = {layer: [] for layer in geometries}
 
     def see(self, call: AttentionCall) -> None:
@@ -90,8 +106,9 @@ class Evicted(Watched):
         retained: dict[int, RetainedSet],
         start: int,
         outputs: bool = False,
+        recording: Recording | None = None,
     ) -> None:
-        super().__init__(geometries, start, outputs)
+        super().__init__(geometries, start, outputs, recording)
         self._leaves = {layer: leaving(decided) for layer, decided in retained.items()}
 
     def hidden(self, layer: int, steps: int, columns: int) -> Tensor | None:

@@ -12,11 +12,14 @@ from kvtool.capture.hook import observed
 from kvtool.capture.rotation_watch import RotaryState
 from kvtool.errors import KvtoolError
 from kvtool.kernels.retained_attention.reference import CellBlock
+from kvtool.live.deciding import Deciding
 from kvtool.live.evicted import Evicted, Watched, Whole
 from kvtool.live.measures import Predictions, compare
 from kvtool.live.model import LiveModel
+from kvtool.live.recording import Recording
 from kvtool.metrics.output_error import LayerError, OutputError
 from kvtool.metrics.step_errors import measure
+from kvtool.replay.plan import Cell, Plan
 from kvtool.retained import RetainedSet
 from kvtool.trace import Sequence
 from kvtool.trace.recompute import dtypes, error_bound
@@ -64,6 +67,7 @@ class Loop:
         appended: tokens fed behind the sequence.
         layer_errors: collect attention outputs.
         chunk: most tokens of one forward.
+        recording: of what the model computes, for runs that decide for themselves.
 
     Attributes:
         key_error: largest relative distance of a layer's keys from the stored ones.
@@ -77,12 +81,14 @@ class Loop:
         appended: tuple[int, ...] = (),
         layer_errors: bool = False,
         chunk: int | None = None,
+        recording: Recording | None = None,
     ) -> None:
+        self._recording = recording
         self._ready, self._sequence, self._event = ready, sequence, event
         self._geometries = {layer: entry.geometry for layer, entry in ready.probed.items()}
         self._layer_errors = layer_errors
         tokens = sequence.tokens.tolist()
-        prefill = Whole(self._geometries)
+        prefill = Whole(self._geometries, recording=recording)
         self._feed = Feed(ready.model, chunk=chunk, later=ready.later, around=prefill.forward)
         with observed(ready.model, prefill):
             self._first = self._feed.push(tokens[:event])  # [V]
@@ -120,12 +126,33 @@ class Loop:
         self._rotary.restore()
         branch = self._feed.fork(around=watched.forward)
         with observed(self._ready.model, watched):
-            return branch.logits(self._run)
+            if not isinstance(watched, Deciding):
+                return branch.logits(self._run)
+            found, at, end = [], self._event, self._event + len(self._run)
+            while at < end:
+                stop = min(watched.decide() or end, end)
+                found.append(branch.logits(self._run[at - self._event : stop - self._event]))
+                at = stop
+            return torch.cat(found)
 
     def evict(self, retained: dict[int, RetainedSet]) -> Outcome:
         """Run the sequence's own continuation with these tokens hidden, and compare with the full run."""
         watched = Evicted(self._geometries, retained, self._event, self._layer_errors)
+        return self._outcome(self._logits(watched), watched, retained)
+
+    def decide(self, cell: Cell, plan: Plan, layers: dict[int, int]) -> tuple[Outcome, dict[int, RetainedSet]]:
+        """The same where the run decides for itself; also what it decided.
+
+        Args:
+            layers: that evict, by id -> the layer whose cache they read.
+        """
+        assert self._recording is not None, "nothing was recorded of the rows before the first event"
+        self._recording.rewind(self._event)
+        watched = Deciding(self._geometries, layers, cell, plan, self._recording, self._event, self._layer_errors)
         logits = self._logits(watched)
+        return self._outcome(logits, watched, watched.retained), watched.retained
+
+    def _outcome(self, logits: Tensor, watched: Watched, retained: dict[int, RetainedSet]) -> Outcome:
         errors = {}
         if self._layer_errors:
             errors = {layer: self._errors(layer, watched.output(layer), kept) for layer, kept in retained.items()}

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvtool.result import Result
     from kvtool.trace import Trace
 
+DECIDE = ("trace", "run")
+
 
 def live(
     model: str | os.PathLike[str],
@@ -23,9 +25,12 @@ def live(
     *,
     ratios: str | float | Fraction | Many[str | float | Fraction] = (),
     budgets: int | Many[int] = (),
+    schedules: str | Many[str] = (),
     evict_at: int | None = None,
     sinks: int = 4,
     window: int = 32,
+    prefix: int = 0,
+    decide: str = "trace",
     layers: Iterable[int] | None = None,
     sequences: Iterable[int] | None = None,
     precision: str = "float32",
@@ -43,16 +48,19 @@ def live(
     progress: Callable[[int, int, str], None] | None = None,
     notes: Callable[[str], None] | None = None,
 ) -> Result:
-    """Evict in the real model's cache exactly what replay would evict, and measure what the model then says.
+    """Evict in the real model's cache what replay would evict, and measure what the model then says.
 
     Prints nothing. The controls `full` and `random` always run.
 
     Args:
         model: as for kvtool.capture; its weights must be those of the trace.
-        policies, ratios, budgets, evict_at, sinks, window, layers, sequences, precision: as for kvtool.replay.
+        policies, ratios, budgets, schedules, evict_at, sinks, window, prefix, layers, sequences, precision: as for
+            kvtool.replay.
+        decide: `trace`, what replay decides on the trace is carried out; `run`, every event is decided from the
+            queries, keys and values that the evicted model has computed so far. Oracles decide from the trace always.
         calibrate: replay too, and hold its predictions against the measurement; `kl_windows` as for kvtool.replay.
         layer_errors: measure the attention outputs of every layer under eviction.
-        generate: tokens of the model's own greedy continuation per cell.
+        generate: tokens of the model's own greedy continuation per cell, where there is one event.
         answer: a text or `LO:HI` rows whose likelihood is measured; one, or one per sequence.
         other_weights: admit weight files with another digest; the keys must agree all the same.
         model_dtype: of the run; by default the captured run's.
@@ -74,15 +82,19 @@ def live(
     for name, value in (("--generate", generate), ("--chunk", 1 if chunk is None else chunk)):
         if value < (0 if name == "--generate" else 1):
             raise KvtoolError("usage", f"{name} {value} is too small")
+    if decide not in DECIDE:
+        raise KvtoolError("usage", f"--decide {decide} is unknown", f"known: {', '.join(DECIDE)}")
     if kl_windows and not calibrate:
         raise KvtoolError("usage", "--kl-window widens a prediction, but none is made", "add --calibrate")
     plan = make_plan(
         policies,
         ratios=ratios,
         budgets=budgets,
+        schedules=schedules,
         evict_at=evict_at,
         sinks=sinks,
         window=window,
+        prefix=prefix,
         precision=precision,
         kl_windows=kl_windows,
     )
@@ -93,6 +105,12 @@ def live(
             f"{moved} counts positions inside its cache, and the model is run with those of the text",
             "kvtool replay measures it; positions=original can be run live",
         )
+    if generate and plan.repeats:
+        raise KvtoolError(
+            "usage",
+            "--generate goes with one event: under a schedule of several, nothing decides about the model's own tokens",
+            "leave --generate out, or evict once, at the end of the prompt or --evict-at",
+        )
     store = Store(Path(output), force, resumes=False) if output is not None else None
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     work = work_of(opened, plan, layers, sequences)
@@ -101,7 +119,7 @@ def live(
     from kvtool.capture.quiet import quiet
     from kvtool.live.closed_loop import ClosedLoop, Options
 
-    options = Options(calibrate, layer_errors, generate, answer, other_weights, model_dtype, online, chunk)
+    options = Options(calibrate, layer_errors, generate, answer, other_weights, model_dtype, online, chunk, decide)
     if store is not None:
         store.open()
     finished = False

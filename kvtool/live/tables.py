@@ -4,44 +4,68 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
 
+from kvtool.layer import Geometry
 from kvtool.live.answer import Answer
 from kvtool.live.loop import Outcome
+from kvtool.live.timeline import spans_of, timeline_entries
 from kvtool.metrics import nullable
+from kvtool.replay.notes import without_effect
 from kvtool.replay.plan import Cell, Plan
 from kvtool.replay.unit import achieved_of, counts_of, decision_entries
 from kvtool.retained import RetainedSet
 from kvtool.trace import Sequence
+from kvtool.words import asked
 
 MEASURED = ("measured_kl", "measured_kl_max", "delta_nll", "top1_agreement")
+SUMS = ("evicted", "fallbacks")  # of a cell, over its layers
 Entries = dict[str, list[dict[str, Any]]]
 
 
 def blank_tables() -> Entries:
     """No entries yet."""
-    return {name: [] for name in ("cells", "layers", "rows", "steps", "calibration", "evict_steps")}
+    return {name: [] for name in ("cells", "layers", "rows", "steps", "calibration", "evict_steps", "timeline")}
 
 
-def add_outcome(
-    tables: Entries,
-    plan: Plan,
-    cell: Cell,
-    sequence: Sequence,
-    first: int,
-    retained: dict[int, RetainedSet],
-    outcome: Outcome,
-    answer: Answer | None,
-) -> None:
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """One cell of one sequence.
+
+    Attributes:
+        retained: what was evicted, by layer.
+        geometries: of these layers.
+        foreseen: what the trace decided, where the run decided for itself; else None.
+    """
+
+    cell: Cell
+    outcome: Outcome
+    retained: dict[int, RetainedSet]
+    geometries: dict[int, Geometry]
+    foreseen: dict[int, RetainedSet] | None = None
+
+    def differing(self, layer: int) -> tuple[int, int] | None:
+        """How many (KV head, token) pairs of a layer leave at another step than the trace decided, of how many."""
+        if self.foreseen is None:
+            return None
+        differ = self.retained[layer].evict_step != self.foreseen[layer].evict_step
+        return int(differ.sum()), differ.numel()
+
+
+def add_outcome(tables: Entries, plan: Plan, ran: Ran, sequence: Sequence, first: int, answer: Answer | None) -> None:
     """One cell of one sequence, into every table; `first` is the first evaluated step."""
+    cell, retained, outcome = ran.cell, ran.retained, ran.outcome
     achieved = {layer: achieved_of(decided)["achieved"] for layer, decided in retained.items()}
     key = {"sequence": sequence.index, **cell.key(plan), "event": None}
     counts = {layer: counts_of(decided, sequence.length) for layer, decided in retained.items()}
     ties = {layer: sum(int(event.ties.sum()) for event in decided.events) for layer, decided in retained.items()}
     candidates = {layer: counted["candidates"] for layer, counted in counts.items()}
+    missing = {layer: without_effect(cell, kept, ran.geometries[layer]) is not None for layer, kept in retained.items()}
+    differing = {layer: ran.differing(layer) for layer in retained}
     errors = outcome.layers
     heads = [error.output_error for error in errors.values()]
     layers = [error.layer_error for error in errors.values()]
@@ -51,7 +75,9 @@ def add_outcome(
             "achieved": _known_mean(achieved),
             "oracle": cell.policy.oracle,
             "candidates": _known_mean(candidates),
-            **{name: sum(one[name] for one in counts.values()) for name in ("evicted", "fallbacks")},
+            **{name: sum(one[name] for one in counts.values()) for name in SUMS},
+            "no_effect": all(missing.values()),
+            "decisions_differ": _share(list(differing.values())),
             "events": _known_mean({layer: one["events"] for layer, one in counts.items()}),
             "ties": sum(ties.values()),
             **_measured(sequence, first, outcome),
@@ -68,6 +94,9 @@ def add_outcome(
                 **place,
                 "candidates": candidates[layer],
                 "ties": ties[layer],
+                **{name: counts[layer][name] for name in ("events", *SUMS)},
+                "no_effect": missing[layer],
+                "decisions_differ": _share([differing[layer]]),
                 "closed_layer_error": None if found is None else found.layer_error,
                 "closed_output_error": None if found is None else _mean(found.output_error),
             }
@@ -79,7 +108,22 @@ def add_outcome(
                 for head, value in enumerate(nullable(found.output_error))
             ]
         tables["evict_steps"] += decision_entries(place, decided)
-    tables["steps"] += _steps({**key, "achieved": _known_mean(achieved)}, sequence, first, outcome)
+    key["achieved"] = _known_mean(achieved)
+    tables["steps"] += _steps(key, sequence, first, outcome)
+    tables["timeline"] += timeline_entries(
+        key,
+        spans_of(cell.schedule, sequence, retained),
+        first,
+        outcome.predictions,
+        _predicted(sequence, first),
+        retained,
+        ran.geometries,
+    )
+
+
+def _share(counted: list[tuple[int, int] | None]) -> float | None:
+    known = [pair for pair in counted if pair is not None]
+    return sum(some for some, _ in known) / sum(of for _, of in known) if known else None
 
 
 def _known_mean(values: Mapping[int, float | None]) -> float | None:
@@ -177,9 +221,22 @@ def means(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 continue
             known = [m[column] for m in members if m[column] is not None]
             partly = column in MEASURED and len(known) < len(members)  # a mean over the harmless ones would flatter
-            if isinstance(value, str) or not known or isinstance(known[0], str) or partly:
+            if column == "no_effect":
+                mean[column] = all(m[column] for m in members)
+            elif isinstance(value, str) or not known or isinstance(known[0], str) or partly:
                 mean[column] = None
             else:
                 mean[column] = sum(known) if column in ("evaluated_steps", "undefined_steps") else fmean(known)
         found.append(mean)
     return found
+
+
+def undefined(tables: Entries) -> list[str]:
+    """A sentence for every cell in which the model's predictions were no numbers."""
+    return [
+        f"{cell['policy']} at {asked(cell['ratio'], cell['budget'])}, sequence {cell['sequence']}: the predictions of "
+        f"{cell['undefined_steps']} of {cell['evaluated_steps']} steps are not finite, so nothing is measured there; "
+        "--model-dtype float32 may hold them"
+        for cell in tables["cells"]
+        if cell["sequence"] is not None and cell["undefined_steps"]
+    ]

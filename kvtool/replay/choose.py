@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,30 @@ class Scored:
 
 
 @dataclass(frozen=True, eq=False)
+class Answer:
+    """Scores of all caches at one event, and what they cost."""
+
+    state: Any
+    scored: list[Scored]
+    seconds: dict[str, float]
+    elapsed: float
+    temporary_bytes: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class First:
+    """What the tracks of one policy share: until its first event every cache is untouched.
+
+    Attributes:
+        answers: step -> the scores at a first event there.
+        shields: what the policy protects itself at its first event, by budget.
+    """
+
+    answers: dict[int, Answer] = field(default_factory=dict)
+    shields: list[Protection] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
 class Choice:
     """What an event keeps.
 
@@ -54,6 +78,15 @@ class Choice:
     fallback: Tensor
     ranking: Tensor | None
     diagnostics: dict[str, Tensor]
+
+
+def filled(rows: Tensor, count: int, step: int) -> Tensor:
+    """`rows`, ascending, and the first others before `step`, `count` in all."""
+    if len(rows) == count:
+        return rows
+    other = torch.ones(step, dtype=torch.bool)
+    other[rows] = False
+    return torch.cat([rows, other.nonzero()[: count - len(rows), 0]]).sort().values
 
 
 def score_caches(

@@ -8,8 +8,9 @@ step t it has read nothing at or behind t.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from kvtool.budget import Budget
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
 from kvtool.replay.ask import observed, protection_of, started
-from kvtool.replay.choose import Choice, Scored, choose, newest, score_caches
+from kvtool.replay.choose import Answer, Choice, First, choose, filled, newest, score_caches
 from kvtool.replay.telemetry import TensorBytes, compact
 from kvtool.retained import Event, RetainedSet
 from kvtool.schedule import Clock, PromptEnd, Schedule
@@ -49,30 +50,6 @@ class Rules:
     protection: Protection
     deadline_ms: float | None = None
     telemetry: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class _Answer:
-    """Scores of all caches at one event, and what they cost."""
-
-    state: Any
-    scored: list[Scored]
-    seconds: dict[str, float]
-    elapsed: float
-    temporary_bytes: int | None
-
-
-@dataclass(frozen=True, eq=False)
-class First:
-    """What the tracks of one policy share: until its first event every cache is untouched.
-
-    Attributes:
-        answers: step -> the scores at a first event there.
-        shields: what the policy protects itself at its first event, by budget.
-    """
-
-    answers: dict[int, _Answer] = field(default_factory=dict)
-    shields: list[Protection] = field(default_factory=list)
 
 
 def decide(
@@ -159,8 +136,20 @@ class Track:
         self._observed = 0  # steps before it are in the state
         self._events: list[Event] = []
 
+    @property
+    def retained(self) -> RetainedSet:
+        """What the events that have run decided."""
+        return RetainedSet(self._evict, self._events)
+
     def run(self) -> RetainedSet:
         """Every event that the schedule makes due, in order."""
+        for _ in self.events():
+            pass
+        return self.retained
+
+    def events(self) -> Iterator[int]:
+        """The step of every event, ascending, each before it runs: it does when the next one is asked for. Until
+        then nothing at or behind that step was read, so whoever drives this may still be computing it."""
         schedule, retained = self._rules.schedule, self._evict.numpy()
         skipped, never = self._policy.skips(self._layer.geometry), self._never
         live = [0] * len(retained)  # tokens that the step's query sees, its own apart
@@ -174,15 +163,15 @@ class Track:
                     live[head] -= mine[oldest] == never
                 oldest += 1
             event = schedule.event(Clock(step, self._layer.prompt_length, max(live)))
-            if event is None or not done < event <= self._last_query:
+            if event is None or not done < event <= self._last_query or (skipped and schedule.repeats):
                 continue
             done = event
-            if not skipped:
+            yield event
+            if skipped:
+                self._leave_whole(event)
+            else:
                 self._evict_before(event)
                 live = [int((mine[oldest:step] == never).sum()) for mine in retained]
-            elif not schedule.repeats:
-                self._leave_whole(event)
-        return RetainedSet(self._evict, self._events)
 
     def _rows(self, since: int, until: int) -> list[Tensor]:
         """Per KV head the rows in since..until-1 that were not evicted."""
@@ -230,7 +219,7 @@ class Track:
             spent["compaction"] = compact(self._layer, rows, choice.keep)
         self._record(step, rows, found, limits, choice, shield, spent, answer.temporary_bytes)
 
-    def _answer(self, step: int, rows: list[Tensor]) -> _Answer:
+    def _answer(self, step: int, rows: list[Tensor]) -> Answer:
         """The policy's scores at an event, its state brought up to it."""
         untouched = self._observed == 0
         if untouched and step in self._first.answers:
@@ -241,7 +230,7 @@ class Track:
                 state = self._observe(step)
                 ahead = self._ahead[self._ahead >= step] if self._policy.oracle else None
                 scored = score_caches(self._label, self._policy, self._layer, state, rows, step, ahead)
-            answer = _Answer(state, scored, dict(seconds), time.perf_counter() - begun, kept.peak)
+            answer = Answer(state, scored, dict(seconds), time.perf_counter() - begun, kept.peak)
             if untouched:
                 self._first.answers[step] = answer
         self._state, self._observed = answer.state, step
@@ -253,20 +242,11 @@ class Track:
         start, layer = self._observed, self._layer
         live = self._rows(self._seen_from[start], step)
         longest = max(len(mine) for mine in live)
-        tokens = torch.stack([self._filled(mine, longest, step) for mine in live])
+        tokens = torch.stack([filled(mine, longest, step) for mine in live])
         leaves = self._evict.to(torch.int64).gather(1, tokens)
         view = View(layer, step, tokens, start, leaves, self._ahead if self._policy.oracle else None)
         state = self._state if start else started(self._label, self._policy, layer, view)
         return observed(self._label, self._policy, layer, state, view)
-
-    @staticmethod
-    def _filled(rows: Tensor, count: int, step: int) -> Tensor:
-        """`rows`, ascending, and the first others before `step`, `count` in all."""
-        if len(rows) == count:
-            return rows
-        other = torch.ones(step, dtype=torch.bool)
-        other[rows] = False
-        return torch.cat([rows, other.nonzero()[: count - len(rows), 0]]).sort().values
 
     def _leave_whole(self, step: int) -> None:
         rows = self._rows(self._seen_from[step], step)

@@ -14,37 +14,55 @@ from kvtool.words import asked
 
 @dataclass(frozen=True)
 class LiveSection:
-    """All policies at one ratio or budget, the least measured KL first; `full` closes the list."""
+    """All policies at one ratio or budget under one schedule, the least measured KL first; those without effect and
+    `full` close the list.
+
+    Attributes:
+        alone: the run has no other schedule.
+    """
 
     ratio: float | None
     budget: int | None
+    schedule: str
     cells: list[dict[str, Any]]
+    alone: bool = True
+
+    @property
+    def key(self) -> tuple[float | None, int | None, str]:
+        return self.ratio, self.budget, self.schedule
 
     @property
     def asked(self) -> str:
-        return asked(self.ratio, self.budget)
+        return asked(self.ratio, self.budget) + ("" if self.alone else f", {self.schedule}")
 
 
 def live_sections(result: Result) -> list[LiveSection]:
-    """One section per ratio or budget, in the order asked; means over sequences."""
+    """One section per ratio or budget and schedule, in the order asked; means over sequences."""
     grouped: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for cell in result.entries("cells"):
         if cell["sequence"] is None:
-            grouped[cell["ratio"], cell["budget"]].append(cell)
-    return [LiveSection(ratio, budget, sorted(cells, key=_place)) for (ratio, budget), cells in grouped.items()]
+            grouped[cell["ratio"], cell["budget"], cell["schedule"]].append(cell)
+    alone = len({schedule for _, _, schedule in grouped}) == 1
+    return [
+        LiveSection(ratio, budget, schedule, sorted(cells, key=_place), alone)
+        for (ratio, budget, schedule), cells in grouped.items()
+    ]
 
 
-def _place(cell: dict[str, Any]) -> tuple[bool, bool, float]:
-    """The whole cache last, what could not be measured before it."""
+def _place(cell: dict[str, Any]) -> tuple[bool, bool, bool, float]:
+    """The whole cache last, before it what evicted nothing, before that what could not be measured."""
     kl = cell["measured_kl"]
-    return cell["policy"] == "full", kl is None, 0.0 if kl is None else kl
+    return cell["policy"] == "full", cell["no_effect"], kl is None, 0.0 if kl is None else kl
 
 
 def live_verdicts(result: Result) -> list[str]:
     """One sentence per ratio: which policy changes the model's predictions least."""
     said = []
     for section in live_sections(result):
-        known = [c for c in section.cells if c["measured_kl"] is not None]
+        known = [c for c in section.cells if c["measured_kl"] is not None and not c["no_effect"]]
+        if all(c["no_effect"] or c["policy"] == "full" for c in section.cells):
+            said.append(f"{section.asked}: no policy evicted anything, so there is nothing to compare")
+            continue
         contenders = [c for c in known if not c["oracle"] and c["policy"] not in CONTROLS]
         random = next((c for c in known if c["policy"] == "random"), None)
         if not contenders:
@@ -94,7 +112,7 @@ def parting(result: Result) -> list[Parting]:
     for row in rows:
         known = row["output_error"] is not None and row["closed_output_error"] is not None
         if known and row["policy"] != "full":
-            cell = row["sequence"], row["policy"], row["ratio"], row["budget"]
+            cell = row["sequence"], row["policy"], row["ratio"], row["budget"], row["schedule"]
             pairs[row["layer"]][cell].append((row["output_error"], row["closed_output_error"]))
     found = []
     for layer, cells in sorted(pairs.items()):

@@ -11,11 +11,16 @@ from rich.text import Text
 from kvtool.report.columns import fitting, left_out
 from kvtool.report.live_summary import LiveSection, Parting, live_sections, live_verdicts, parting
 from kvtool.report.summary import prediction
+from kvtool.report.terminal_live_time import timeline_tables
 from kvtool.result import Result
 from kvtool.words import asked
 
 _WRONG_SHOWN = 3
-_CLOSED = "Closed loop: evicted in the model's own cache; errors reach later layers and steps."
+_CLOSED = {
+    "trace": "Closed loop: evicted in the model's own cache; errors reach later layers and steps.",
+    "run": "Closed loop: evicted in the model's own cache, decided from what it computes under eviction; errors reach "
+    "later layers, steps and decisions.",
+}
 # Column of the cells -> (title, digits), shown where it has a value.
 _SHOWN = {
     "measured_kl": ("measured KL", 5),
@@ -30,11 +35,12 @@ _SHOWN = {
     "mean_output_error": ("output error", 4),
     "closed_output_error": ("closed output error", 4),
     "generated_same": ("same tokens", 1),
+    "decisions_differ": ("decided otherwise", 4),
 }
-_KEPT = "kept (mean)"
+_KEPT, _EVENTS = "kept (mean)", "events"
 # The order in which columns give way on a narrow terminal; measured and predicted KL stay.
 _GIVES_WAY = (
-    *(_KEPT, "same tokens", "output error", "closed output error", "closed layer error", "predicted, w32"),
+    *(_KEPT, _EVENTS, "same tokens", "output error", "closed output error", "closed layer error", "predicted, w32"),
     *("top-1 same", "layer error", "KL on targets", "answer loss", "change in nll"),
 )
 _TITLES = {
@@ -66,7 +72,7 @@ def live_tables(result: Result, width: int | None = None) -> list[Any]:
     table, narrow = _main_table(result, sections, width)
     parts: list[Any] = [table]
     parts += [Text(sentence, style="bold") for sentence in live_verdicts(result)]
-    parts.append(Text(_CLOSED, style="italic"))
+    parts.append(Text(_CLOSED[result.manifest["live"]["decide"]], style="italic"))
     if floor := result.manifest["live"]["full_kl"]:
         parts.append(Text(f"With nothing evicted rounding alone makes a KL of {floor:.1e}.", style="italic"))
     if (gap := prediction(result)) is not None and result.tables["calibration"].num_rows:
@@ -75,8 +81,9 @@ def live_tables(result: Result, width: int | None = None) -> list[Any]:
         parts.append(Text(narrow, style="italic"))
     parts += [Text(line, style="italic") for line in _answers(result)]
     parts += _continuations(result)
-    if result.tables["calibration"].num_rows:
-        parts += _calibration(result.entries("calibration"), width)
+    parts += timeline_tables(result, width)
+    if calibration := [e for e in result.entries("calibration") if e["step_from"] is None]:
+        parts += _calibration(calibration, width)
     parted = parting(result)
     if parted:
         parts += _parting_table(parted)
@@ -114,7 +121,8 @@ def _main_table(result: Result, sections: list[LiveSection], width: int | None) 
     cells = [cell for section in sections for cell in section.cells]
     shown = _shown(cells)
     texts = {id(cell): _texts(cell, shown) for cell in cells}
-    offered = [*(title for title, _ in shown.values()), _KEPT]
+    repeats = any(cell["events"] not in (0, 1) for cell in cells)
+    offered = [*(title for title, _ in shown.values()), _KEPT, *([_EVENTS] if repeats else [])]
     columns = fitting(offered, list(texts.values()), width, always=("policy",), gives_way=_GIVES_WAY)
     table.add_column("policy", overflow="fold")
     for title in columns:
@@ -129,11 +137,15 @@ def _main_table(result: Result, sections: list[LiveSection], width: int | None) 
 
 
 def _texts(cell: dict[str, Any], shown: dict[str, tuple[str, int]]) -> dict[str, str]:
-    """One line of the table by title."""
+    """One line of the table by title; what evicted nothing has no numbers to be compared by."""
+    said = "  (oracle)" * cell["oracle"] + "  (no effect)" * cell["no_effect"]
+    numbers = {title: _number(cell.get(column), digits) for column, (title, digits) in shown.items()}
+    kept = "-" if cell["achieved"] is None else f"{cell['achieved']:.6g} of {cell['candidates']:.6g}"
     return {
-        "policy": cell["policy"] + ("  (oracle)" if cell["oracle"] else ""),
-        **{title: _number(cell.get(column), digits) for column, (title, digits) in shown.items()},
-        _KEPT: f"{cell['achieved']:.6g} of {cell['candidates']:.6g}",
+        "policy": cell["policy"] + said,
+        **(dict.fromkeys(numbers, "-") if cell["no_effect"] else numbers),
+        _KEPT: kept,
+        _EVENTS: f"{cell['events']:.6g}",
     }
 
 

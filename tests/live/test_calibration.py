@@ -21,6 +21,8 @@ def cell(policy, ratio, predicted, measured, sequence=None, answer=None, targets
         "policy": policy,
         "ratio": ratio,
         "budget": None,
+        "schedule": "prompt-end",
+        "no_effect": False,
         "predicted_kl": predicted,
         "predicted_kl_w32": None if predicted is None else 2 * predicted,
         "predicted_kl_se": 1.0,
@@ -113,6 +115,7 @@ def decision(policy, ratio, digest, sequence=0, layer=0):
         "policy": policy,
         "ratio": ratio,
         "budget": None,
+        "schedule": "prompt-end",
         "layer": layer,
         "kv_head": 0,
         "digest": digest,
@@ -132,7 +135,6 @@ def test_cells_that_decide_alike_count_once():
 def measured(policy, sequence, kl, achieved):
     return {
         **cell(policy, 0.5, None, kl, sequence),
-        "schedule": "prompt-end",
         "evaluate": "live",
         "event": None,
         "oracle": False,
@@ -172,6 +174,7 @@ def test_the_whole_cache_has_no_part_in_the_means_of_layers():
             "policy": policy,
             "ratio": 0.5,
             "budget": None,
+            "schedule": "prompt-end",
             "layer": 0,
             "kv_head": 0,
             "q_head": head,
