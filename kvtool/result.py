@@ -106,6 +106,7 @@ KINDS = {
     **dict.fromkeys(("evict_step", "tokens"), pa.list_(pa.int32())),
     "shares": pa.list_(pa.float64()),
     **dict.fromkeys(("predicted_kl_partial", "protected"), pa.string()),
+    **dict.fromkeys(("mean_cache_tokens", "peak_cache_tokens"), pa.float64()),
     "no_effect": pa.bool_(),
     "changes": pa.list_(pa.string()),
     **dict.fromkeys(("oracle", "frozen", "capacity_mc_saturated_unit", "capacity_mc_saturated_scaled"), pa.bool_()),
