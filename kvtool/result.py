@@ -21,7 +21,9 @@ from kvtool.manifest import digest
 
 SCHEMA, LIVE, ABLATE = "kvtool.replay/1", "kvtool.live/1", "kvtool.ablate/1"
 TABLES = ("cells", "layers", "rows", "ages", "evict_steps")
-OPTIONAL = ("token_shares", "decomposition", "ladder")  # only where they were asked for
+# Only where they were asked for, or where a schedule repeats.
+OPTIONAL = ("token_shares", "decomposition", "ladder", "timeline", "events", "cache", "telemetry")
+PARQUET_ONLY = ("evict_steps", "cache")  # long lists, left out of the JSON document
 # What a result of each kind holds.
 SCHEMAS = {
     SCHEMA: TABLES,
@@ -54,6 +56,37 @@ PLACE = {
     "decomposition": {"layer": pa.int32(), "kv_head": pa.int32(), "q_head": pa.int32()},
     "ladder": {"layer": pa.int32(), "kv_head": pa.int32()},
     "steps": {"step": pa.int32()},
+    # These have all their columns here: there may be no event, and the columns stay.
+    "timeline": {
+        **dict.fromkeys(("layer", "step_from", "step_to"), pa.int32()),
+        **dict.fromkeys(("layer_error", "mean_layer_error", "output_error", "evicted_mass"), pa.float64()),
+        **dict.fromkeys(("mean_cache_tokens", "peak_cache_tokens", "predicted_kl"), pa.float64()),
+        "predicted_kl_steps": pa.int64(),
+    },
+    "events": {
+        "layer": pa.int32(),
+        **{f"{noun}_{end}": pa.int64() for noun in ("candidates", "allowed", "achieved") for end in ("min", "max")},
+        **dict.fromkeys(("evicted", "protected_tokens"), pa.int64()),
+        "overfull": pa.bool_(),
+        "ties": pa.int64(),
+        "margin": pa.float64(),
+        **dict.fromkeys(("factorisation_fallbacks", "deadline_fallbacks"), pa.int64()),
+        **dict.fromkeys(("layer_error", "output_error"), pa.float64()),
+        **dict.fromkeys(("cache_before", "cache_after"), pa.int64()),
+        "attention_entropy": pa.float64(),
+        **dict.fromkeys(("page_tokens", "pages_freed", "pages_held"), pa.int64()),
+        "fragmentation": pa.float64(),
+        "compaction_bytes": pa.int64(),
+    },
+    "cache": {
+        **dict.fromkeys(("layer", "kv_head"), pa.int32()),
+        **dict.fromkeys(("steps", "cache_tokens"), pa.list_(pa.int32())),
+    },
+    "telemetry": {
+        "layer": pa.int32(),
+        **{f"{stage}_ms": pa.float64() for stage in ("scoring", "factorisation", "selection", "compaction", "eviction")},
+        "peak_temporary_bytes": pa.int64(),
+    },
 }
 # The tables whose entries speak of no single cell: all their columns.
 OWN = {
@@ -186,11 +219,11 @@ class Result:
         return found
 
     def document(self) -> dict[str, Any]:
-        """The one JSON document that `--json` prints (everything but the evict_step arrays)."""
+        """The one JSON document that `--json` prints (everything but the arrays per step or token)."""
         return {
             "schema": self.schema,
             "manifest": self.manifest,
-            **{name: self.entries(name) for name in _names(self.schema, self.tables) if name != "evict_steps"},
+            **{name: self.entries(name) for name in _names(self.schema, self.tables) if name not in PARQUET_ONLY},
             "warnings": self.warnings,
         }
 

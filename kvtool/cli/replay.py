@@ -39,6 +39,9 @@ def command(
     telemetry: Annotated[
         bool, typer.Option("--telemetry", help="Also measure what every event costs on this machine.")
     ] = False,
+    bin_steps: Annotated[
+        int | None, typer.Option("--bin", help="Steps per bin of errors over time. Default: at most 32 bins.")
+    ] = None,
     sinks: Annotated[int, typer.Option(help="First tokens that no policy may evict.")] = 4,
     window: Annotated[int, typer.Option(help="Newest tokens that no policy may evict.")] = 32,
     layers: Annotated[str | None, typer.Option(help="Layers to replay, e.g. 0,4-7. Default: all captured.")] = None,
@@ -102,6 +105,7 @@ def command(
             prefix=prefix,
             deadline_ms=deadline_ms,
             telemetry=telemetry,
+            bin_steps=bin_steps,
             sinks=sinks,
             window=window,
             layers=parse_ids(layers, "--layers"),
