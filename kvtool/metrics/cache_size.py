@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtool.layer import Geometry
-from kvtool.metrics.metric import Column, Metric, Number
+from kvtool.metrics.metric import Column, Level, Metric, Number
 from kvtool.metrics.step_errors import StepErrors
 from kvtool.retained import RetainedSet
 
@@ -47,21 +47,23 @@ def bytes_per_token(geometry: Geometry) -> int:
     return 0 if geometry.kv_source is not None else (geometry.key_dim + geometry.value_dim) * geometry.element_bytes
 
 
+def _columns(level: Level, whose: str) -> tuple[Column, ...]:
+    """The four columns, of a layer or of all."""
+    found = f"tokens that a query finds in one of {whose} KV heads, its own included"
+    return (
+        Column(NAMES[0], level, "tokens", "none", found),
+        Column(NAMES[1], level, "tokens", "none", "the most that a query finds in any of them"),
+        Column(NAMES[2], level, "bytes", "none", f"keys and values in {whose} KV heads together, mean over steps"),
+        Column(NAMES[3], level, "bytes", "none", "the most at any step"),
+    )
+
+
 @dataclass(frozen=True)
 class CacheSize(Metric):
     """Mean and peak over the evaluated steps of the tokens in a KV head's cache, and of the bytes of K and V."""
 
     name: ClassVar[str] = "cache_size"
-    columns: ClassVar[tuple[Column, ...]] = tuple(
-        Column(name, level, unit, direction, meaning)
-        for level, whose in (("layer", "the layer's"), ("cell", "all layers'"))
-        for name, unit, direction, meaning in (
-            (NAMES[0], "tokens", "none", f"tokens that a query finds in one of {whose} KV heads, its own included"),
-            (NAMES[1], "tokens", "none", "the most that a query finds in any of them"),
-            (NAMES[2], "bytes", "none", f"keys and values in {whose} KV heads together, mean over steps"),
-            (NAMES[3], "bytes", "none", "the most at any step"),
-        )
-    )  # type: ignore[assignment]
+    columns: ClassVar[tuple[Column, ...]] = (*_columns("layer", "the layer's"), *_columns("cell", "all layers'"))
 
     def partial(self, errors: StepErrors, geometry: Geometry, retained: RetainedSet) -> dict[str, Tensor]:
         """The layer columns, and `held_bytes` [n] at the `steps` [n], since peaks of layers need not coincide."""

@@ -30,7 +30,9 @@ def bins(first: int, length: int, width: int | None = None) -> list[tuple[int, i
     return list(itertools.pairwise([*range(first, length, width), length]))
 
 
-def binned(found: StepErrors, retained: RetainedSet, geometry: Geometry, spans: list[tuple[int, int]]) -> dict[str, Tensor]:
+def binned(
+    found: StepErrors, retained: RetainedSet, geometry: Geometry, spans: list[tuple[int, int]]
+) -> dict[str, Tensor]:
     """What is stored of one layer and cell; NaN where a bin has no evaluated step.
 
     Returns:
