@@ -69,8 +69,8 @@ def over_time(result: Result, width: int | None = None) -> list[Any]:
             span = entry["step_from"], entry["step_to"]
             if span not in spans[entry["sequence"]]:
                 spans[entry["sequence"]].append(span)
-    steps = "; ".join(f"steps {known[0][0]} to {known[-1][1] - 1}" for known in spans.values())
-    if len(spans) > 3:
+    steps = "; ".join(dict.fromkeys(f"steps {known[0][0]} to {known[-1][1] - 1}" for known in spans.values()))
+    if steps.count(";") > 2:
         steps = f"{len(spans)} sequences, first to last step"
     found: list[Any] = []
     for section in sections(result):
