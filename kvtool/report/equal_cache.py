@@ -9,6 +9,7 @@ from statistics import fmean
 
 from kvtool.report.summary import CONTROLS, Line, Section
 
+ALIKE = 0.01  # relative; caches closer than this are compared as they are
 CLOSE = 1e-9  # relative; sizes are means of whole numbers
 Point = tuple[float, float]  # mean cache tokens, error
 
@@ -46,7 +47,7 @@ def equal_cache(sections: Sequence[Section]) -> tuple[list[float], list[Curve]]:
     at the first size first.
 
     With several budgets a policy has one curve per schedule, else one over its schedules. Nothing where no curve has
-    two points, or where every cell of a budget holds the same.
+    two points, or where the cells of every budget hold the same within a hundredth.
     """
     lines = [ln for section in sections for ln in section.lines if ln.policy != "full" and _known(ln)]
     if not lines:
@@ -75,7 +76,7 @@ def _alike(sections: Sequence[Section]) -> bool:
         held = [
             ln.mean_cache_tokens for ln in section.lines if ln.policy != "full" and ln.mean_cache_tokens is not None
         ]
-        if held and max(held) - min(held) > CLOSE * max(held):
+        if held and max(held) - min(held) > ALIKE * max(held):
             return False
     return True
 

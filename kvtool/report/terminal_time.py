@@ -17,7 +17,7 @@ from kvtool.replay.telemetry import STAGES
 from kvtool.report.columns import fitting, left_out
 from kvtool.report.equal_cache import equal_cache
 from kvtool.report.sparkline import condensed, sparkline
-from kvtool.report.summary import Section, error_metric, ordering_metric, sections
+from kvtool.report.summary import Section, error_metric, ordering_metric, repeats, sections
 from kvtool.result import Result
 from kvtool.words import asked
 
@@ -99,7 +99,7 @@ def _mean_curve(curves: list[Values]) -> Values:
 
 def equal_cache_table(result: Result, found: list[Section], width: int | None = None) -> list[Any]:
     """Errors at common mean cache sizes; nothing where cells hold the same anyway."""
-    sizes, curves = equal_cache(found)
+    sizes, curves = equal_cache(found) if repeats(result) else ([], [])
     if not sizes:
         return []
     several = any(curve.schedule is not None for curve in curves) and len(found[0].schedules) > 1
