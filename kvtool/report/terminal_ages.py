@@ -58,10 +58,16 @@ def ages_tables(result: Result, width: int | None = None, by_layer: bool = False
     Args:
         width: characters of the terminal, None for no limit.
     """
-    lines = age_lines(result)
+    lines = _full_once(age_lines(result))
     names = [_name(line, several=_several(lines)) + f", {line.asked}" for line in lines]
     found = [*_table(lines, width), Histogram(names, [line.histogram for line in lines])]
-    return [*found, *(_table(age_lines(result, by_layer=True), width) if by_layer else [])]
+    return [*found, *(_table(_full_once(age_lines(result, by_layer=True)), width) if by_layer else [])]
+
+
+def _full_once(lines: list[AgeLine]) -> list[AgeLine]:
+    """The whole cache is as old under every schedule and budget: one line (of each layer) is enough."""
+    first: dict[int | None, AgeLine] = {}
+    return [line for line in lines if line.policy != "full" or first.setdefault(line.layer, line) is line]
 
 
 def _several(lines: list[AgeLine]) -> bool:
