@@ -72,8 +72,8 @@ def _chosen(event: Event, retained: RetainedSet, layer: Layer) -> Key:
     return {
         "candidates_min": int(found.min()),
         "candidates_max": int(found.max()),
-        "allowed_min": int(event.budget.min()),
-        "allowed_max": int(event.budget.max()),
+        "allowed_min": int(torch.minimum(event.budget, found).min()),
+        "allowed_max": int(torch.minimum(event.budget, found).max()),
         "achieved_min": int(event.achieved.min()),
         "achieved_max": int(event.achieved.max()),
         "evicted": before - after,

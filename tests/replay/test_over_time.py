@@ -157,7 +157,9 @@ def test_events_equal_a_loop_over_tokens(result: Result) -> None:
         assert (entry["achieved_min"], entry["achieved_max"]) == (min(map(len, kept)), max(map(len, kept)))
         assert (entry["cache_before"], entry["cache_after"]) == (sum(map(len, pools)), sum(map(len, kept)))
         assert entry["evicted"] == sum(map(len, pools)) - sum(map(len, kept))
-        assert entry["allowed_max"] == min(24, max(map(len, pools)))
+        budget = 160 if entry["policy"] == "full" else 24
+        assert entry["allowed_max"] == min(budget, max(map(len, pools)))
+        assert entry["allowed_min"] == min(budget, min(map(len, pools)))
         shielded = sum(p < 1 or p >= step - 4 for pool in pools for p in pool)
         assert entry["protected_tokens"] >= shielded
         if entry["policy"] == "random":
