@@ -32,6 +32,7 @@ class Geometry:
         sink_logits: [H] float32 learned logits without a key in the denominator, or None.
         rotation: a Rotation, "none" for a layer without, None where unknown.
         kv_source: the layer whose keys and values this layer reads, or None for its own.
+        element_bytes: bytes of one number of a key or value, as stored.
     """
 
     layer: int
@@ -46,6 +47,7 @@ class Geometry:
     sink_logits: Tensor | None = None
     rotation: Rotation | Literal["none"] | None = None
     kv_source: int | None = None
+    element_bytes: int = 4
 
     @property
     def group(self) -> int:
@@ -250,6 +252,7 @@ class Layer:
                 window=window,
                 sink_logits=sink_logits,
                 rotation=rotation,
+                element_bytes=keys.element_size(),
             ),
             tokens=sizes["T"],
             prompt_length=prompt_length,

@@ -18,14 +18,17 @@ import pyarrow.parquet as pq
 from kvtool.errors import KvtoolError
 from kvtool.files import fsync_folder, write_durably, writing
 from kvtool.manifest import digest
+from kvtool.result_columns import COUNTS, KEY, KINDS, OWN, PLACE
 
 SCHEMA, LIVE, ABLATE = "kvtool.replay/1", "kvtool.live/1", "kvtool.ablate/1"
 TABLES = ("cells", "layers", "rows", "ages", "evict_steps")
-OPTIONAL = ("token_shares", "decomposition", "ladder", "landmarks")  # only where they were asked for
+# Only where they were asked for, where a trace names rows, or where a schedule repeats.
+OPTIONAL = ("token_shares", "decomposition", "ladder", "landmarks", "timeline", "events", "cache", "telemetry")
+PARQUET_ONLY = ("evict_steps", "cache")  # long lists, left out of the JSON document
 # What a result of each kind holds.
 SCHEMAS = {
     SCHEMA: TABLES,
-    LIVE: ("cells", "layers", "rows", "steps", "timeline", "calibration", "evict_steps"),
+    LIVE: ("cells", "layers", "rows", "steps", "spans", "calibration", "evict_steps"),
     ABLATE: ("cells", "effects", "interactions"),
 }
 
@@ -33,89 +36,18 @@ WRITING = ".writing"  # folder of a result that is being written
 # Every file that a result may leave, manifest.json apart.
 FILES = {f"{name}.parquet" for names in (*SCHEMAS.values(), OPTIONAL) for name in names}
 
-# The columns that name an entry. They come first in every table, in this order.
-KEY = {
-    "sequence": pa.int32(),
-    "policy": pa.string(),
-    "ratio": pa.float64(),
-    "budget": pa.int32(),
-    "achieved": pa.float64(),
-    "schedule": pa.string(),
-    "evaluate": pa.string(),
-    "event": pa.int32(),
-}
-PLACE = {
-    "cells": {},
-    "layers": {"layer": pa.int32()},
-    "rows": {"layer": pa.int32(), "kv_head": pa.int32(), "q_head": pa.int32()},
-    "ages": {"layer": pa.int32(), "kv_head": pa.int32()},
-    "evict_steps": {"layer": pa.int32(), "kv_head": pa.int32()},
-    "token_shares": {"layer": pa.int32(), "kv_head": pa.int32()},
-    "decomposition": {"layer": pa.int32(), "kv_head": pa.int32(), "q_head": pa.int32()},
-    "ladder": {"layer": pa.int32(), "kv_head": pa.int32()},
-    "steps": {"step": pa.int32()},
-    "landmarks": {"layer": pa.int32(), "kv_head": pa.int32(), "landmark": pa.string()},
-    "timeline": {"step_from": pa.int32(), "step_to": pa.int32()},
-}
-# The tables whose entries speak of no single cell: all their columns.
-OWN = {
-    "calibration": {
-        "sequence": pa.int32(),
-        **dict.fromkeys(("measured", "predictor"), pa.string()),
-        **dict.fromkeys(("step_from", "step_to", "cells"), pa.int32()),
-        **dict.fromkeys(("spearman", "log_pearson", "ratio_median", "ratio_low", "ratio_high"), pa.float64()),
-        "pairs": pa.int32(),
-        "wrong_pairs": pa.list_(pa.string()),
-    },
-    "effects": {
-        "ratio": pa.float64(),
-        **dict.fromkeys(("metric", "kind", "axis", "level", "instead_of", "policy"), pa.string()),
-        "rank": pa.int32(),
-        **dict.fromkeys(("effect", "low", "high"), pa.float64()),
-        "paired_over": pa.string(),
-        "pairs": pa.int32(),
-        **dict.fromkeys(("without", "with", "at_reference", "with_companion", "factor"), pa.float64()),
-        "contexts": pa.int32(),
-        "lowest": pa.float64(),
-        "lowest_with": pa.string(),
-        "highest": pa.float64(),
-        "highest_with": pa.string(),
-        **dict.fromkeys(("layers_agreeing", "layers"), pa.int32()),
-    },
-    "interactions": {
-        "ratio": pa.float64(),
-        **dict.fromkeys(("metric", "axis_a", "level_a", "axis_b", "level_b", "policy"), pa.string()),
-        "rank": pa.int32(),
-        **dict.fromkeys(("interaction", "low", "high"), pa.float64()),
-        "paired_over": pa.string(),
-        "pairs": pa.int32(),
-        **dict.fromkeys(("a_alone", "a_with_b", "b_alone", "b_with_a", "together"), pa.float64()),
-    },
-}
-# Columns that count something: whole numbers per entry; means of them over layers or sequences need not be.
-COUNTS = ("achieved", "candidates", "ties", "undefined_heads", "undefined_layers", "undefined_steps")
-COUNTS += ("events", "evicted", "fallbacks", "deadline_fallbacks")
-# Columns whose kind is not to be read off their values, which may all be null.
-KINDS = {
-    "undefined_steps": pa.int64(),
-    "evaluated_steps": pa.int64(),
-    **dict.fromkeys(("predicted_kl_block", "predicted_kl_steps", "predicted_kl_draws"), pa.int64()),
-    **dict.fromkeys(("evict_step", "tokens"), pa.list_(pa.int32())),
-    "shares": pa.list_(pa.float64()),
-    **dict.fromkeys(("predicted_kl_partial", "protected", "synthetic"), pa.string()),
-    **dict.fromkeys(("mean_cache_tokens", "peak_cache_tokens"), pa.float64()),
-    "no_effect": pa.bool_(),
-    "changes": pa.list_(pa.string()),
-    **dict.fromkeys(("oracle", "frozen", "capacity_mc_saturated_unit", "capacity_mc_saturated_scaled"), pa.bool_()),
-    **dict.fromkeys(("queries", "pool", "kept", "samples", "undefined_samples"), pa.int32()),
-    **dict.fromkeys(("rows", "first_lost", "prompt_length"), pa.int32()),
-}
+
+def _arrow(kind: str) -> pa.DataType:
+    """The Arrow type that a word of kvtool.result_columns means."""
+    one = kind.removeprefix("list of ")
+    found = pa.type_for_alias(one)
+    return found if one == kind else pa.list_(found)
 
 
 def _kind(name: str, values: list[Any]) -> pa.DataType | None:
     """The type of a column, from its name first: it must not depend on which layers or policies ran."""
     if name in KINDS:
-        return KINDS[name]
+        return _arrow(KINDS[name])
     if name.endswith(("_histogram", "_at_risk")):
         return pa.list_(pa.int32())
     if name.startswith("survival_"):
@@ -142,7 +74,7 @@ def table_of(name: str, entries: Iterable[Mapping[str, Any]]) -> pa.Table:
     fixed = OWN[name] if name in OWN else {**KEY, **PLACE[name]}
     others = list(dict.fromkeys(key for entry in entries for key in entry if key not in fixed))
     columns: dict[str, pa.Array] = {
-        key: pa.array([entry.get(key) for entry in entries], type=kind) for key, kind in fixed.items()
+        key: pa.array([entry.get(key) for entry in entries], type=_arrow(kind)) for key, kind in fixed.items()
     }
     for key in others:
         values = [entry.get(key) for entry in entries]
@@ -184,11 +116,11 @@ class Result:
         return found
 
     def document(self) -> dict[str, Any]:
-        """The one JSON document that `--json` prints (everything but the evict_step arrays)."""
+        """The one JSON document that `--json` prints (everything but the arrays per step or token)."""
         return {
             "schema": self.schema,
             "manifest": self.manifest,
-            **{name: self.entries(name) for name in _names(self.schema, self.tables) if name != "evict_steps"},
+            **{name: self.entries(name) for name in _names(self.schema, self.tables) if name not in PARQUET_ONLY},
             "warnings": self.warnings,
         }
 

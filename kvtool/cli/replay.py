@@ -39,6 +39,13 @@ def command(
     telemetry: Annotated[
         bool, typer.Option("--telemetry", help="Also measure what every event costs on this machine.")
     ] = False,
+    bin_steps: Annotated[
+        int | None, typer.Option("--bin", help="Steps per bin of errors over time. Default: at most 32 bins.")
+    ] = None,
+    ages: Annotated[
+        bool, typer.Option("--ages", help="Also print how old what is kept is, and what survives.")
+    ] = False,
+    ages_by_layer: Annotated[bool, typer.Option("--ages-by-layer", help="The same layer by layer too.")] = False,
     sinks: Annotated[int, typer.Option(help="First tokens that no policy may evict.")] = 4,
     window: Annotated[int, typer.Option(help="Newest tokens that no policy may evict.")] = 32,
     layers: Annotated[str | None, typer.Option(help="Layers to replay, e.g. 0,4-7. Default: all captured.")] = None,
@@ -77,6 +84,7 @@ def command(
     from kvtool.cli.numbers import number_list
     from kvtool.replay import replay
     from kvtool.report.terminal import replay_table
+    from kvtool.report.terminal_ages import ages_tables
     from kvtool.report.terminal_decomposition import decomposition_tables
     from kvtool.report.terminal_landmarks import landmark_tables
     from kvtool.words import parse_ids
@@ -103,6 +111,7 @@ def command(
             prefix=prefix,
             deadline_ms=deadline_ms,
             telemetry=telemetry,
+            bin_steps=bin_steps,
             sinks=sinks,
             window=window,
             layers=parse_ids(layers, "--layers"),
@@ -127,6 +136,8 @@ def command(
         json_answer(result.document())
     else:
         answer(*replay_table(result, terminal_width()))
+        if ages or ages_by_layer:
+            answer(*ages_tables(result, terminal_width(), by_layer=ages_by_layer))
         answer(*landmark_tables(result))
         if decompose:
             answer(*decomposition_tables(result, terminal_width()))

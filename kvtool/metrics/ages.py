@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvtool.layer import Geometry
+from kvtool.metrics.cache_size import leaving_steps
 from kvtool.metrics.metric import Column
-from kvtool.metrics.survival import Survival
+from kvtool.metrics.survival import Rows, Survival
 from kvtool.retained import Event, RetainedSet
 
 FROZEN_AFTER = 4
+MOST_EVENTS = 64  # of a cell that get entries of their own
 STATISTICS = ("min", "p10", "p50", "p90", "max", "mean")
 
 
@@ -60,6 +63,7 @@ def ages(
     sinks: int,
     window: int,
     frozen_after: int = FROZEN_AFTER,
+    most_events: int = MOST_EVENTS,
 ) -> list[dict[str, Any]]:
     """One entry per KV head and event, and per KV head one for the end of the sequence.
 
@@ -69,45 +73,55 @@ def ages(
 
     Args:
         sinks, window: the run's protected first and newest rows.
+        most_events: of more events that many get entries, evenly spaced, the first and the last among them;
+            survival and `frozen` go by all of them.
 
     Returns:
         Entries with `kv_head`, `event` (its step, None for the end) and the columns `AGE_COLUMNS`;
         what is undefined is None.
     """
+    shown = {event.step for event in evenly(retained.events, most_events)}
+    oldest = geometry.first_visible(torch.arange(retained.tokens + 1)).tolist()
     entries = []
-    for head in range(retained.evict_step.shape[0]):
-        evict = retained.evict_step[head].to(torch.int64)
+    for head, of_head in enumerate(retained.evict_step.to(torch.int64)):
+        evict = of_head.numpy()
         curves = {"prompt": Survival(retained.tokens), "decode": Survival(retained.tokens)}
-        chosen: list[Tensor] = []  # kept flexible rows after each event
+        unchanged, before = 0, None  # events since the kept flexible set was another one
         for event in [*retained.events, None]:
             step = retained.tokens if event is None else event.step
-            first = int(geometry.first_visible(torch.tensor(step)))
-            pool = torch.arange(first, step)
-            pool = pool[evict[pool] >= step]
+            pool = oldest[step] + np.flatnonzero(evict[oldest[step] : step] >= step)
             kept = pool if event is None else pool[evict[pool] > step]
             flexible = kept[(kept >= sinks) & (kept < step - window)]
             if event is not None:
-                chosen.append(flexible)
+                unchanged = unchanged + 1 if before is not None and np.array_equal(before, flexible) else 0
+                before = flexible
                 _expose(curves, pool, evict, event, prompt_length)
-            recent = chosen[-frozen_after - 1 :]
-            shares = _shares(kept, flexible, sinks)
-            lives = _lifetimes(evict, geometry) if event is None else (None, None)
+                if step not in shown:
+                    continue
+            lives = _lifetimes(of_head, geometry) if event is None else (None, None)
             entries.append(
                 {
                     "kv_head": head,
                     "event": None if event is None else step,
                     **_statistics("pool", step - pool),
                     **_statistics("kept", step - kept),
-                    **shares,
-                    "turnover": (pool.numel() - kept.numel()) / pool.numel() if event and pool.numel() else None,
-                    "frozen": len(recent) > frozen_after and all(torch.equal(s, recent[0]) for s in recent),
+                    **_shares(kept, flexible, sinks),
+                    "turnover": (pool.size - kept.size) / pool.size if event and pool.size else None,
+                    "frozen": unchanged >= frozen_after,
                     **{f"survival_{part}": curve.curve() for part, curve in curves.items()},
-                    **{f"survival_{part}_at_risk": list(curve.at_risk) for part, curve in curves.items()},
+                    **{f"survival_{part}_at_risk": curve.at_risk for part, curve in curves.items()},
                     "lifetime_evicted_histogram": lives[0],
                     "lifetime_censored_histogram": lives[1],
                 }
             )
     return entries
+
+
+def evenly(values: Sequence[Any], most: int) -> Sequence[Any]:
+    """`values`, or `most` >= 2 of them at even distances, the first and the last among them."""
+    if len(values) <= most:
+        return values
+    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
 
 
 def mean_over_heads(entries: Sequence[dict[str, Any]], column: str) -> float | None:
@@ -123,33 +137,46 @@ def mean_over_heads(entries: Sequence[dict[str, Any]], column: str) -> float | N
 
 def histogram(values: Tensor) -> list[int]:
     """Counts of integers >= 1 by powers of two: bin b holds 2^b .. 2^(b+1) - 1; no empty bin at the end."""
-    if not values.numel():
+    return _histogram(np.sort(values.numpy()))
+
+
+def _histogram(ascending: Rows) -> list[int]:
+    if not ascending.size:
         return []
-    powers = torch.tensor([2**b for b in range(int(values.max()).bit_length())])
-    counts: list[int] = torch.bincount(torch.bucketize(values, powers, right=True) - 1).tolist()
+    powers = [1 << bit for bit in range(int(ascending[-1]).bit_length() + 1)]
+    counts: list[int] = np.diff(np.searchsorted(ascending, powers)).tolist()
     return counts
 
 
-def _statistics(prefix: str, age: Tensor) -> dict[str, Any]:
-    found: dict[str, Any] = {f"{prefix}_tokens": age.numel()}
+def _statistics(prefix: str, descending: Rows) -> dict[str, Any]:
+    """Of ages that descend, as those of ascending rows do."""
+    age = descending[::-1]
     values: list[Any] = [None] * len(STATISTICS)
-    if age.numel():
-        exact = age.to(torch.float64)
-        inner = torch.quantile(exact, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-        values = [int(age.min()), *inner, int(age.max()), float(exact.mean())]
-    found.update({f"{prefix}_age_{name}": value for name, value in zip(STATISTICS, values, strict=True)})
-    found[f"{prefix}_age_histogram"] = histogram(age)
-    return found
+    if age.size:
+        values = [int(age[0]), *(_quantile(age, share) for share in (0.1, 0.5, 0.9)), int(age[-1]), float(age.mean())]
+    return {
+        f"{prefix}_tokens": age.size,
+        **{f"{prefix}_age_{name}": value for name, value in zip(STATISTICS, values, strict=True)},
+        f"{prefix}_age_histogram": _histogram(age),
+    }
 
 
-def _shares(kept: Tensor, flexible: Tensor, sinks: int) -> dict[str, float | None]:
-    count = kept.numel()
+def _quantile(ascending: Rows, share: float) -> float:
+    """Linear interpolation between neighbours."""
+    place = share * (ascending.size - 1)
+    low = min(int(place), ascending.size - 1)
+    high = min(low + 1, ascending.size - 1)
+    return float(ascending[low]) + (place - low) * float(ascending[high] - ascending[low])
+
+
+def _shares(kept: Rows, flexible: Rows, sinks: int) -> dict[str, float | None]:
+    count = kept.size
     first = int((kept < sinks).sum())
-    parts = {"sinks": first, "window": count - first - flexible.numel(), "flexible": flexible.numel()}
+    parts = {"sinks": first, "window": count - first - flexible.size, "flexible": flexible.size}
     return {f"kept_{name}_share": number / count if count else None for name, number in parts.items()}
 
 
-def _expose(curves: dict[str, Survival], pool: Tensor, evict: Tensor, event: Event, prompt_length: int) -> None:
+def _expose(curves: dict[str, Survival], pool: Rows, evict: Rows, event: Event, prompt_length: int) -> None:
     """Tell the clocks. A token that left although it was protected (an overfull budget) was exposed too."""
     left = evict[pool] == event.step
     exposed = ((pool >= event.sinks) & (pool < event.step - event.window)) | left
@@ -160,12 +187,7 @@ def _expose(curves: dict[str, Survival], pool: Tensor, evict: Tensor, event: Eve
 
 def _lifetimes(evict: Tensor, geometry: Geometry) -> tuple[list[int], list[int]]:
     """Histograms of the number of queries that saw each token, ended by eviction and otherwise."""
-    rows = torch.arange(evict.numel())
-    leaves = torch.full_like(rows, evict.numel())
-    if geometry.kind == "sliding" and geometry.window is not None:
-        leaves = leaves.clamp_max(rows + geometry.window)
-    elif geometry.kind == "chunked" and geometry.window is not None:
-        leaves = torch.minimum(leaves, (rows // geometry.window + 1) * geometry.window)
+    leaves = leaving_steps(geometry, evict.numel())
     by_eviction = evict < leaves
-    lifetime = torch.minimum(evict, leaves) - rows
+    lifetime = torch.minimum(evict, leaves) - torch.arange(evict.numel())
     return histogram(lifetime[by_eviction]), histogram(lifetime[~by_eviction])

@@ -59,6 +59,17 @@ class Whole:
         """[S, n] of these steps [n]."""
         return self.dot[:, steps - self.first]
 
+    def between(self, start: int, stop: int) -> tuple[int, float | None]:
+        """How many of the steps start..stop-1 had their next token drawn, and predicted_kl of these steps alone,
+        windows of one step; None where there are none.
+
+        Weighted by the steps drawn, spans that cover all steps add up to the whole.
+        """
+        past = self.last_target + 1
+        drawn = max(min(stop, past) - max(start, past - self.steps), 0)
+        inside = self.dot[:, max(start - self.first, 0) : max(stop - self.first, 0)]
+        return drawn, float(inside.square().sum(1).mean()) / (2 * drawn) if drawn else None
+
     def windows(self, width: int) -> int:
         """How many windows of `width` steps there are; the last may be short."""
         return -(-(min(self.first + self.dot.shape[1] - 1, self.last_target) - self.first + 1) // width)

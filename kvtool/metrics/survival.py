@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Rows: TypeAlias = np.ndarray[Any, Any]
 
 
 class Survival:
@@ -16,27 +19,29 @@ class Survival:
     """
 
     def __init__(self, tokens: int) -> None:
-        self.clock = torch.zeros(tokens, dtype=torch.int64)  # exposures so far
-        self.at_risk: list[int] = []
-        self.evicted: list[int] = []
+        self._clock = np.zeros(tokens, dtype=np.int64)  # exposures so far
+        self._at_risk = np.zeros(0, dtype=np.int64)
+        self._evicted = np.zeros(0, dtype=np.int64)
 
-    def expose(self, rows: Tensor, evicted: Tensor) -> None:
+    def expose(self, rows: Rows, evicted: Rows) -> None:
         """One event: `rows` [n] were exposed, `evicted` [n] bool says which of them left."""
-        if not rows.numel():
+        if not rows.size:
             return
-        exposure = self.clock[rows]
-        length = max(len(self.at_risk), int(exposure.max()) + 1)
-        risk = torch.bincount(exposure, minlength=length).tolist()
-        left = torch.bincount(exposure[evicted], minlength=length).tolist()
-        padding = [0] * (length - len(self.at_risk))
-        self.at_risk = [a + b for a, b in zip(self.at_risk + padding, risk, strict=True)]
-        self.evicted = [a + b for a, b in zip(self.evicted + padding, left, strict=True)]
-        self.clock[rows] += 1
+        exposure = self._clock[rows]
+        length = max(len(self._at_risk), int(exposure.max()) + 1)
+        more = (0, length - len(self._at_risk))
+        self._at_risk = np.pad(self._at_risk, more) + np.bincount(exposure, minlength=length)
+        self._evicted = np.pad(self._evicted, more) + np.bincount(exposure[evicted], minlength=length)
+        self._clock[rows] += 1
+
+    @property
+    def at_risk(self) -> list[int]:
+        """Tokens that had a first, second, ... exposure."""
+        found: list[int] = self._at_risk.tolist()
+        return found
 
     def curve(self) -> list[float]:
         """S(1), S(2), ...; empty where no token was ever exposed."""
-        values, alive = [], 1.0
-        for risk, left in zip(self.at_risk, self.evicted, strict=True):
-            alive *= 1.0 - left / risk  # the k-th exposure needs the (k-1)-th: at_risk has no gap
-            values.append(alive)
+        # The k-th exposure needs the (k-1)-th: at_risk has no gap.
+        values: list[float] = np.cumprod(1.0 - self._evicted / self._at_risk).tolist()
         return values

@@ -14,6 +14,7 @@ BUILT_IN: dict[str, str] = {
     "evicted_mass": "kvtool.metrics.attention_change:EvictedMass",
     "direction_gap": "kvtool.metrics.attention_change:DirectionGap",
     "predicted_kl": "kvtool.metrics.predicted_kl:PredictedKL",
+    "cache_size": "kvtool.metrics.cache_size:CacheSize",
     "mass_regret": "kvtool.metrics.mass_regret:MassRegret",
 }
 

@@ -16,6 +16,7 @@ from kvtool.policies.group import reduce_group
 from kvtool.policies.mixture import Component, mixture_of
 from kvtool.policies.moving_statistics import MovingStatistics
 from kvtool.policies.query_statistics import expected_statistics
+from kvtool.stopwatch import stage
 from kvtool.view import View
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ class Pool:
 
     def leverage(self, weight_eps: float) -> Leverage:
         """Raises LeverageError where A cannot be factored."""
-        return leverage_scores(self.directions, self.weights, self.ridge, weight_eps, self.loose)
+        with stage("factorisation"):
+            return leverage_scores(self.directions, self.weights, self.ridge, weight_eps, self.loose)
 
     def norms(self) -> Tensor:
         """[g, N] float64, the scores without leverage: w |u|^2 / ridge."""

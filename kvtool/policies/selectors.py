@@ -15,6 +15,7 @@ from kvtool.kernels.leverage import factor_of
 from kvtool.policies.capacity_pool import Pool
 from kvtool.policies.group import reduce_group
 from kvtool.policies.parameters import Reducer
+from kvtool.stopwatch import stage
 
 MOST_SUBSETS = 2_000_000
 CHUNK_BYTES = 64 << 20
@@ -123,7 +124,8 @@ def _against(pool: Pool, held: Tensor) -> tuple[Tensor, Tensor]:
     if bool(held.any()):
         for index, own in enumerate(x):
             members = own[held]
-            factor, jitter[index] = factor_of(members, torch.ones(len(members), dtype=torch.float64), 1.0)
+            with stage("factorisation"):
+                factor, jitter[index] = factor_of(members, torch.ones(len(members), dtype=torch.float64), 1.0)
             x[index] = torch.linalg.solve_triangular(factor, own.T, upper=False).T
     return x, jitter
 

@@ -13,7 +13,7 @@ from kvtool.errors import KvtoolError
 from kvtool.layer import Layer
 from kvtool.metrics import columns
 from kvtool.policies import Policy, Protection
-from kvtool.result import KEY, PLACE
+from kvtool.result_columns import KEY, PLACE
 from kvtool.rotation import Rotation
 from kvtool.view import View
 

@@ -17,6 +17,7 @@ from kvtool.replay.coverage import Coverage, over_sequences
 from kvtool.replay.notes import sentences
 from kvtool.replay.parts import OPTIONAL, TABLES, Part, Partial
 from kvtool.replay.plan import Plan
+from kvtool.replay.timeline import timeline_entries
 from kvtool.replay.unit import METRICS
 from kvtool.result import Result, concatenate, table_of, with_columns
 from kvtool.trace import Sequence, Trace
@@ -46,6 +47,8 @@ def gather(
         for name in ("layers", "rows"):
             tables[name] = with_columns(tables[name], shares[name])
     whole = {name: concatenate([tables[name] for tables in by_part]) for name in by_part[0]}
+    if plan.repeats:
+        whole["timeline"] = table_of("timeline", _timeline(plan, work, parts))
     whole["cells"] = table_of("cells", cell_entries(plan, work, parts, covered))
     return Result(manifest_of(trace, plan, work), whole, warnings)
 
@@ -68,6 +71,18 @@ def by_sequence(work: Work) -> dict[int, list[int]]:
     for place, (sequence, _, _) in enumerate(work):
         found.setdefault(sequence.index, []).append(place)
     return found
+
+
+def _timeline(plan: Plan, work: Work, parts: list[Part]) -> list[dict[str, Any]]:
+    """The table `timeline` of all cells and sequences."""
+    entries = []
+    for index, cell in enumerate(plan.cells):
+        for sequence, places in by_sequence(work).items():
+            wholes = [parts[place].partials[index] for place in places]
+            achieved = [float(w["counts"]["achieved"]) for w in wholes if not math.isnan(w["counts"]["achieved"])]
+            key = {"sequence": sequence, **cell.key(plan), "achieved": fmean(achieved) if achieved else None}
+            entries += timeline_entries(key, [work[place][1] for place in places], wholes)
+    return entries
 
 
 def _metrics(plan: Plan) -> dict[str, Metric]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from kvtool.layer import Geometry
+from kvtool.replay.events import MOST_EVENTS
 from kvtool.replay.plan import Cell
 from kvtool.retained import DEADLINE, FACTORISATION, RetainedSet
 
@@ -24,7 +25,9 @@ SAID = {
     "fallback": "could not factor a matrix in {where}, so the declared fallback scored there (column `fallback`)",
     "knorm": "could not factor a matrix in {where} and its fallback was not finite either, so key norms scored there",
 }
-Kind = Literal["overfull", "no-effect", "pages", "never-ran", "window", "deadline", "jitter", "fallback", "knorm"]
+Kind = Literal[
+    "thinned", "overfull", "no-effect", "pages", "never-ran", "window", "deadline", "jitter", "fallback", "knorm"
+]
 
 
 def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int, layer: int) -> list[dict[str, Any]]:
@@ -63,6 +66,23 @@ def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int,
     ]
 
 
+def note_thinned(decided: list[RetainedSet], sequence: int, layer: int) -> list[dict[str, Any]]:
+    """The note that not every event of a layer has an entry in the table `events`."""
+    if sum(len(retained.events) for retained in decided) <= MOST_EVENTS:
+        return []
+    return [
+        {
+            "kind": "thinned",
+            "policy": "",
+            "schedule": None,
+            "asked": f"table events, layer {layer} of sequence {sequence}",
+            "allowed": 0,
+            "sequence": sequence,
+            "layer": layer,
+        }
+    ]
+
+
 def without_effect(
     cell: Cell, retained: RetainedSet, donor: Geometry
 ) -> Literal["no-effect", "pages", "never-ran"] | None:
@@ -93,6 +113,9 @@ def sentences(notes: list[dict[str, Any]], policies: int, units: int) -> list[st
         for policy, members in by_policy.items():
             alike[frozenset((m["sequence"], m["layer"]) for m in members)].append(policy)
         for places, names in alike.items():
+            if kind == "thinned":
+                said.append(f"{asked}: more than {MOST_EVENTS:,} events, so entries stand for evenly spaced ones only")
+                continue
             who = "every policy" if len(names) == policies else ", ".join(names)
             where = f"{len(places)} of {units} (sequence, layer) pairs"
             if kind == "overfull":

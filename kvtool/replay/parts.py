@@ -20,7 +20,8 @@ from kvtool.files import Lock, write_durably, writing
 from kvtool.result import FILES, WRITING, read_parquet, table_of, write_parquet
 
 TABLES = ("layers", "rows", "ages", "evict_steps")  # of every part
-OPTIONAL = ("decomposition", "ladder", "landmarks")  # of parts that were decomposed, or whose trace names rows
+# Of parts that were decomposed, whose trace names rows, under repeating schedules, with telemetry.
+OPTIONAL = ("decomposition", "ladder", "landmarks", "events", "cache", "telemetry")
 Partial = dict[str, dict[str, Tensor]]  # [metric][field]
 WHOLE = "whole"
 

@@ -63,6 +63,7 @@ class Plan:
         prefix: first rows that were asked for as a prefix, such as a system prompt.
         deadline_ms: an event that takes longer keeps the sliding window instead, None for no deadline.
         telemetry: whether times and bytes of every event are measured.
+        bin_steps: evaluated steps per bin of the table `timeline`; None is the least that needs at most 32 bins.
         kl_windows: steps in further windows of `predicted_kl`.
         token_shares: whether the predicted KL is told apart by evicted token.
         decompose: how the errors are told apart, None where they are not.
@@ -82,6 +83,7 @@ class Plan:
     prefix: int = 0
     deadline_ms: float | None = None
     telemetry: bool = False
+    bin_steps: int | None = None
 
     @property
     def cells(self) -> list[Cell]:
@@ -142,6 +144,7 @@ class Plan:
             "prefix": self.prefix,
             "deadline_ms": self.deadline_ms,
             "telemetry": self.telemetry,
+            "bin_steps": self.bin_steps,
             "reproducible": self.deadline_ms is None,
             "evaluate": self.evaluate,
             "precision": self.precision,
@@ -163,6 +166,7 @@ def make_plan(
     prefix: int = 0,
     deadline_ms: float | None = None,
     telemetry: bool = False,
+    bin_steps: int | None = None,
     evaluate: str = "live",
     precision: str = "float32",
     kl_windows: int | Iterable[int] = (),
@@ -200,6 +204,12 @@ def make_plan(
     if any(width < 1 for width in further):
         raise KvtoolError("usage", f"--kl-window {min(further)} holds no step", "give a number of steps, such as 8")
     sizes = [Budget.from_ratio(r) for r in ratios] or [Budget.from_tokens(b) for b in budgets]
+    if bin_steps is not None and (bin_steps < 1 or not any(schedule.repeats for schedule in asked)):
+        raise KvtoolError(
+            "usage",
+            f"--bin {bin_steps}: errors over time are told of repeating schedules, in bins of at least one step",
+            "add --every 64, or leave --bin out",
+        )
     _fit(asked, sizes, evaluate, decompose is not None)
     sizes = sizes or [Budget.from_ratio(r) for r in ("0.5", "0.75", "0.9")]
     words: list[str] = []
@@ -223,6 +233,7 @@ def make_plan(
         prefix=prefix,
         deadline_ms=deadline_ms,
         telemetry=telemetry,
+        bin_steps=bin_steps,
         evaluate=evaluate,  # type: ignore[arg-type]
         precision=precision,
         kl_windows=further,

@@ -39,6 +39,7 @@ def replay(
     prefix: int = 0,
     deadline_ms: float | None = None,
     telemetry: bool = False,
+    bin_steps: int | None = None,
     layers: Iterable[int] | None = None,
     sequences: Iterable[int] | None = None,
     evaluate: str = "live",
@@ -72,6 +73,7 @@ def replay(
             such as a system prompt.
         deadline_ms: an event that takes longer keeps the sliding window instead; such a result is not reproducible.
         telemetry: measure times and bytes of every event (table `telemetry`).
+        bin_steps: evaluated steps per bin of the table `timeline`; None makes at most 32 bins.
         layers, sequences: ids to replay; None is all.
         kl_windows: steps in further windows of `predicted_kl`, besides 1 and 32.
         token_shares: also tell the predicted KL apart by evicted token, in a second pass (table `token_shares`).
@@ -100,6 +102,7 @@ def replay(
         prefix=prefix,
         deadline_ms=deadline_ms,
         telemetry=telemetry,
+        bin_steps=bin_steps,
         evaluate=evaluate,
         precision=precision,
         kl_windows=kl_windows,

@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvtool.layer import Layer
+from kvtool.retained import RetainedSet
+
+STAGES = ("scoring", "factorisation", "selection", "compaction")
 
 
 class TensorBytes(TorchDispatchMode):
@@ -63,3 +66,26 @@ def compact(layer: Layer, rows: Many[Tensor], keep: Many[Tensor]) -> float:
         layer.keys[head].index_select(0, chosen)
         layer.values[head].index_select(0, chosen)
     return time.perf_counter() - begun
+
+
+def telemetry_entries(key: dict[str, Any], retained: RetainedSet) -> list[dict[str, Any]]:
+    """The table `telemetry` of one cell in one layer: one entry per event at which the policy was asked.
+
+    The one table whose values differ from run to run. `eviction_ms` is the sum of the stages.
+    """
+    entries = []
+    for event in retained.events:
+        if not event.seconds:  # everything fitted, or the policy keeps all: there was nothing to time
+            continue
+        spent = {f"{name}_ms": 1000 * event.seconds.get(name, 0.0) for name in STAGES}
+        entries.append(
+            {
+                **key,
+                "event": event.step,
+                "achieved": float(event.achieved.min()),
+                **spent,
+                "eviction_ms": sum(spent.values()),
+                "peak_temporary_bytes": event.temporary_bytes,
+            }
+        )
+    return entries

@@ -14,12 +14,17 @@ from kvtool.errors import KvtoolError
 from kvtool.kernels.attention_mass.reference import attention_mass
 from kvtool.layer import Layer
 from kvtool.metrics import BUILT_IN, StepErrors, ages, built_in_metrics, evaluate_cells, landmark_entries, nullable
+from kvtool.metrics.cache_size import live_tokens
 from kvtool.replay.decide import donor_of, run_schedule
 from kvtool.replay.decompose import Say, decompose_unit
+from kvtool.replay.events import event_entries
 from kvtool.replay.landmarks import about
-from kvtool.replay.notes import note_unit, without_effect
+from kvtool.replay.notes import note_thinned, note_unit, without_effect
 from kvtool.replay.parts import Part, Partial
 from kvtool.replay.plan import Cell, Plan
+from kvtool.replay.telemetry import telemetry_entries
+from kvtool.replay.timeline import NAME as TIMELINE
+from kvtool.replay.timeline import binned, bins
 from kvtool.retained import DEADLINE, Event, RetainedSet
 from kvtool.schedule import Schedule
 from kvtool.trace import Sequence
@@ -47,16 +52,19 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
     tables: dict[str, list[dict[str, Any]]] = {"layers": [], "rows": [], "ages": [], "evict_steps": []}
     partials: list[Partial] = []
     spans: list[dict[int, Partial]] = []
-    notes = []
+    notes, keys = [], []
     landmarks: list[dict[str, Any]] = []
     said = about(sequence)
     for cell, retained, found in zip(plan.cells, decided, errors, strict=True):
         key = {"sequence": sequence.index, **cell.key(plan), **achieved_of(retained), "event": None, "layer": layer_id}
+        keys.append(key)
         whole = _measure(cell, layer, donor, retained, found, key, tables)
         counts = {"ties": sum(int(event.ties.sum()) for event in retained.events), **counts_of(retained, layer.tokens)}
         missing = without_effect(cell, retained, donor.geometry)
         tables["layers"][-1] |= {**counts, "no_effect": missing is not None}
         whole["counts"] = _stored({**counts, "achieved": key["achieved"], "no_effect": int(missing is not None)})
+        if plan.repeats:
+            whole[TIMELINE] = binned(found, retained, layer.geometry, bins(step, layer.tokens, plan.bin_steps))
         partials.append(whole)
         spans.append({})
         for start, stop in told_apart(cell.schedule, retained, layer):
@@ -75,6 +83,15 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
         landmarks += [{**key, **said, **entry} for entry in landmark_entries(retained, sequence.landmarks)]
     if any(each.landmarks for each in sequence.trace.sequences):
         tables["landmarks"] = landmarks
+    if plan.repeats:
+        tables["events"] = event_entries(keys, plan.cells, layer, decided, errors)
+        tables["cache"] = [
+            entry for key, retained in zip(keys, decided, strict=True) for entry in _cache(key, retained, layer, steps)
+        ]
+        notes += note_thinned(decided, sequence.index, layer_id)
+    if plan.telemetry:
+        pairs = zip(keys, decided, strict=True)
+        tables["telemetry"] = [entry for key, retained in pairs for entry in telemetry_entries(key, retained)]
     if plan.decompose is not None:
         wide = plan.calibrated(sequence.layer(layer_id, dtype=torch.float64))
         wide_donor = wide if donor is layer else plan.calibrated(donor_of(sequence, wide))
@@ -237,6 +254,14 @@ def _ages(key: dict[str, Any], retained: RetainedSet, layer: Layer, plan: Plan) 
         window=plan.protection.window,
     )
     return [{**key, **entry} for entry in found]
+
+
+def _cache(key: dict[str, Any], retained: RetainedSet, layer: Layer, steps: Tensor) -> list[dict[str, Any]]:
+    """What every evaluated query finds in the cache, per KV head."""
+    found = live_tokens(retained.evict_step, layer.geometry)[:, steps].tolist()
+    return [
+        {**key, "kv_head": head, "steps": steps.tolist(), "cache_tokens": tokens} for head, tokens in enumerate(found)
+    ]
 
 
 def decision_entries(key: dict[str, Any], retained: RetainedSet) -> list[dict[str, Any]]:

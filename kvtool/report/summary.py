@@ -25,6 +25,7 @@ class Line:
         error: `mean_layer_error`, or `mean_output_error` without output projections.
         low, high: smallest and largest error of a layer (the spread).
         worst: (layer, query head, output_error) of the worst head, or None.
+        no_effect: eviction was asked for and none happened: the line is never ranked.
     """
 
     policy: str
@@ -42,6 +43,13 @@ class Line:
     achieved: float | None
     candidates: float | None
     ties: float
+    schedule: str = "prompt-end"
+    events: float | None = None
+    fallbacks: float | None = None
+    mean_cache_tokens: float | None = None
+    peak_cache_tokens: float | None = None
+    peak_cache_bytes: float | None = None
+    no_effect: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ class Section:
     ratio: float | None
     budget: int | None
     lines: list[Line]
+    schedules: tuple[str, ...] = ()  # in the order asked
 
     @property
     def asked(self) -> str:
@@ -69,13 +78,16 @@ class Section:
     @property
     def winner(self) -> Line | None:
         """The best contender, if it does better than random."""
-        best, random = self.best, self.line("random")
+        best = self.best
+        random = None if best is None else self.line("random", best.schedule)
         if best is None or best.rank is None or (random and random.rank is not None and best.rank >= random.rank):
             return None
         return best
 
-    def line(self, policy: str) -> Line | None:
-        return next((ln for ln in self.lines if ln.policy == policy), None)
+    def line(self, policy: str, schedule: str | None = None) -> Line | None:
+        """The best line of that policy, under that schedule where one is named."""
+        mine = (ln for ln in self.lines if ln.policy == policy and schedule in (None, ln.schedule))
+        return next(mine, None)
 
 
 def ordering_metric(result: Result) -> str:
@@ -107,13 +119,12 @@ def sections(result: Result) -> list[Section]:
     rows: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for row in result.entries("rows"):
         if row["event"] is None:
-            rows[row["policy"], row["ratio"], row["budget"]].append(row)
+            rows[_cell_of(row)].append(row)
     layer_errors: dict[tuple, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     if metric == "mean_layer_error":
         for entry in result.entries("layers"):
             if entry["event"] is None and entry["layer_error"] is not None:
-                key = entry["policy"], entry["ratio"], entry["budget"]
-                layer_errors[key][entry["layer"]].append(entry["layer_error"])
+                layer_errors[_cell_of(entry)][entry["layer"]].append(entry["layer_error"])
     else:
         for key, members in rows.items():
             for row in members:
@@ -123,7 +134,7 @@ def sections(result: Result) -> list[Section]:
     for cell in result.entries("cells"):
         if cell["sequence"] is not None or cell["event"] is not None:
             continue
-        key = cell["policy"], cell["ratio"], cell["budget"]
+        key = _cell_of(cell)
         spread = [fmean(errors) for errors in layer_errors[key].values()]
         members = rows[key]
         known = [r for r in members if r["output_error"] is not None]
@@ -131,7 +142,7 @@ def sections(result: Result) -> list[Section]:
         line = Line(
             policy=cell["policy"],
             oracle=bool(cell["oracle"]),
-            rank=cell[order],
+            rank=None if cell["no_effect"] else cell[order],
             kl=cell["predicted_kl"],
             kl_se=cell["predicted_kl_se"],
             kl_w32=cell["predicted_kl_w32"],
@@ -144,17 +155,40 @@ def sections(result: Result) -> list[Section]:
             achieved=cell["achieved"],
             candidates=cell["candidates"],
             ties=cell["ties"],
+            **{name: cell[name] for name in ("schedule", "events", "fallbacks", "no_effect", *_CACHE)},
         )
-        grouped.setdefault(key[1:], []).append(line)
+        grouped.setdefault((cell["ratio"], cell["budget"]), []).append(line)
     return [
-        Section(ratio, budget, sorted(lines, key=lambda ln: (ln.policy == "full", ln.rank is None, ln.rank or 0.0)))
+        Section(
+            ratio,
+            budget,
+            sorted(lines, key=lambda ln: (ln.policy == "full", ln.rank is None, ln.rank or 0.0)),
+            tuple(dict.fromkeys(ln.schedule for ln in lines)),
+        )
         for (ratio, budget), lines in grouped.items()
     ]
+
+
+_CACHE = ("mean_cache_tokens", "peak_cache_tokens", "peak_cache_bytes")
+
+
+def repeats(result: Result) -> bool:
+    """Whether some cell may have several events."""
+    return "timeline" in result.tables
+
+
+def _cell_of(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return entry["policy"], entry["schedule"], entry["ratio"], entry["budget"]
 
 
 def _mean(rows: list[dict[str, Any]], column: str) -> float | None:
     values = [row[column] for row in rows if row.get(column) is not None]
     return fmean(values) if values else None
+
+
+def named(line: Line, several: bool) -> str:
+    """The policy, and its schedule where there are several."""
+    return f"{line.policy} under {line.schedule}" if several else line.policy
 
 
 def _noise(line: Line, other: Line | None) -> str:
@@ -178,22 +212,27 @@ def verdicts(result: Result) -> list[str]:
 
     said = []
     for section in sections(result):
-        best, random = section.best, section.line("random")
+        best = section.best
+        if best is None and section.contenders and all(ln.no_effect for ln in section.contenders):
+            said.append(f"{section.asked}: no policy had an effect, so nothing is ranked")
+            continue
         if best is None or best.rank is None:
             said.append(f"{section.asked}: no policy besides the controls and oracles was measured")
             continue
+        random = section.line("random", best.schedule)
         chance = random.rank if random else None
+        several = len({ln.schedule for ln in section.lines}) > 1
         if chance is not None and section.winner is None:
             said.append(
                 f"{section.asked}: no policy does better than random ({said_of(chance)}); "
-                f"{best.policy} has {said_of(best.rank)}"
+                f"{named(best, several)} has {said_of(best.rank)}"
             )
             continue
-        text = f"{section.asked}: {best.policy} {wins} {said_of(best.rank)}{' nats per step' if kl else ''}"
+        text = f"{section.asked}: {named(best, several)} {wins} {said_of(best.rank)}{' nats per step' if kl else ''}"
         if chance is not None and best.rank > 0:
             text += f", {chance / best.rank:.1f}x below random{_noise(best, random)}"
-        others = [ln for ln in section.contenders if ln is not best and ln.rank is not None]
+        others = [ln for ln in section.contenders if ln.policy != best.policy and ln.rank is not None]
         if others and others[0].rank is not None:
-            text += f"; next {others[0].policy} {said_of(others[0].rank)}{_noise(best, others[0])}"
+            text += f"; next {named(others[0], several)} {said_of(others[0].rank)}{_noise(best, others[0])}"
         said.append(text)
     return said

@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtool.report.columns import fitting, left_out
-from kvtool.report.summary import Line, error_metric, ordering_metric, prediction, sections, verdicts
+from kvtool.report.summary import Line, error_metric, ordering_metric, prediction, repeats, sections, verdicts
+from kvtool.report.terminal_time import equal_cache_table, over_time, times_table
 from kvtool.result import Result
 
 
@@ -23,16 +24,25 @@ def _nats(value: float | None, spread: float | None = None) -> str:
     return f"{value:#.3g}" if spread is None else f"{value:#.3g} ± {spread:.1g}"
 
 
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5g}"
+
+
 # Columns in the order in which they stand, and the one in which they give way on a narrow terminal.
 _COLUMNS = ("predicted KL", "w32", "error", "layers: least … most", "worst head", "mass", "regret", "kept", "ties")
-_GIVES_WAY = ("ties", "kept", "regret", "w32", "layers: least … most", "mass", "worst head")
+# What repeating schedules add, between mass and regret.
+_REPEATING = ("events", "cache mean", "cache peak", "peak MB", "fallbacks")
+_GIVES_WAY = (
+    *("ties", "kept", "regret", "fallbacks", "w32", "events", "layers: least … most", "mass", "peak MB", "worst head"),
+)
 
 
 def _cells(line: Line, best: bool) -> dict[str, str]:
     """One line of the table by column."""
     name = line.policy + ("  (oracle)" if line.oracle else "") + ("  best" if best else "")
-    return {
+    found = {
         "policy": name,
+        "schedule": line.schedule,
         "predicted KL": _nats(line.kl, line.kl_se),
         "w32": _nats(line.kl_w32),
         "error": _number(line.error),
@@ -42,7 +52,16 @@ def _cells(line: Line, best: bool) -> dict[str, str]:
         "regret": _number(line.mass_regret, 2),
         "kept": "-" if line.achieved is None else f"{line.achieved:.6g} of {line.candidates:.6g}",
         "ties": f"{line.ties:g}",
+        "events": _count(line.events),
+        "cache mean": _count(line.mean_cache_tokens),
+        "cache peak": _count(line.peak_cache_tokens),
+        "peak MB": "-" if line.peak_cache_bytes is None else f"{line.peak_cache_bytes / 1e6:.4g}",
+        "fallbacks": _count(line.fallbacks),
     }
+    if line.no_effect:  # its errors are those of the full cache, and say nothing of the policy
+        found |= {"predicted KL": "no effect", "error": "no effect"}
+        found |= dict.fromkeys(("w32", "layers: least … most", "worst head", "mass", "regret"), "-")
+    return found
 
 
 def _captions(metric: str, columns: list[str]) -> list[str]:
@@ -61,6 +80,12 @@ def _captions(metric: str, columns: list[str]) -> list[str]:
         said.append("Mass: attention that was evicted.")
     if "regret" in columns:
         said.append("Regret: 1 is the mass oracle.")
+    if "cache mean" in columns or "cache peak" in columns:
+        said.append("Cache: tokens that a query finds in a KV head.")
+    if "peak MB" in columns:
+        said.append("Peak MB: keys and values of all layers.")
+    if "fallbacks" in columns:
+        said.append("Fallbacks: events that the sliding window decided instead, over layers.")
     return [*said, "An oracle reads the future."]
 
 
@@ -74,7 +99,11 @@ def replay_table(result: Result, width: int | None = None) -> list[Any]:
     found = sections(result)
     lines = [(section, line, _cells(line, line is section.winner)) for section in found for line in section.lines]
     offered = [name for name in _COLUMNS if kl or name not in ("predicted KL", "w32")]
-    columns = fitting(offered, [cells for _, _, cells in lines], width, always=("policy",), gives_way=_GIVES_WAY)
+    if repeats(result):
+        place = offered.index("regret")
+        offered = [*offered[:place], *_REPEATING, *offered[place + 1 :]]  # no regret of several events
+    always = ["policy", *(["schedule"] if any(len(section.schedules) > 1 for section in found) else [])]
+    columns = fitting(offered, [cells for _, _, cells in lines], width, always=always, gives_way=_GIVES_WAY)
     caption = " ".join(_captions(metric, columns))
     manifest = result.manifest
     count = manifest["sequences"]["count"]
@@ -84,17 +113,18 @@ def replay_table(result: Result, width: int | None = None) -> list[Any]:
         caption=caption,
         caption_justify="left",
     )
-    table.add_column("policy", overflow="fold")
+    for name in always:
+        table.add_column(name, overflow="fold")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for section in found:
         table.add_section()
         table.add_row(Text(section.asked, style="bold underline"))
         for owner, line, cells in lines:
-            if owner is section:
+            if owner is section and (line.policy != "full" or line is section.line("full")):  # one is enough
                 plain = line.oracle or line.policy in ("full", "random")
                 style = "bold" if line is section.winner else "dim" if plain else None
-                table.add_row(Text(cells["policy"]), *(cells[name] for name in columns), style=style)
+                table.add_row(*(Text(cells[name]) for name in (*always, *columns)), style=style)
     open_loop = Text(
         "Open loop: queries come from the full-cache run, so errors do not reach later layers or steps.",
         style="italic",
@@ -102,7 +132,9 @@ def replay_table(result: Result, width: int | None = None) -> list[Any]:
     closing = [open_loop] if (gap := prediction(result)) is None else [open_loop, Text(gap, style="italic")]
     if (narrow := left_out(offered, columns)) is not None:
         closing.append(Text(narrow, style="italic"))
-    return [table, *(Text(sentence, style="bold") for sentence in verdicts(result)), *closing]
+    said = [Text(sentence, style="bold") for sentence in verdicts(result)]
+    further = [*equal_cache_table(result, found, width), *over_time(result, width), *times_table(result, width)]
+    return [table, *said, *closing, *further]
 
 
 def policies_table(described: list[dict[str, Any]]) -> Table:

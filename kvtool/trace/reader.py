@@ -181,7 +181,7 @@ class Sequence:
                 f"sequence {self.index} holds no layer {layer_id}",
                 "its layers: " + ", ".join(map(str, self.layer_ids)),
             )
-        geometry = self.parsed[layer_id][0]
+        geometry = replace(self.parsed[layer_id][0], element_bytes=self.stored_dtype.itemsize)
         if isinstance(geometry.rotation, Rotation) and self.has_array("rotation_cos", layer_id):
             cos, sin = (self.array(name, layer_id) for name in ("rotation_cos", "rotation_sin"))
             geometry = replace(geometry, rotation=replace(geometry.rotation, cos=cos, sin=sin))

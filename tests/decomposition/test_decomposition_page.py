@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvtool.replay import replay
 from kvtool.report.terminal_decomposition import decomposition_tables
-from kvtool.result import KEY, PLACE
+from kvtool.result_columns import KEY, PLACE
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

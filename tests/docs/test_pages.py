@@ -28,6 +28,33 @@ def test_every_column_of_every_table_is_documented() -> None:
         assert not missing, f"{table}: {missing}"
 
 
+def test_every_column_of_repeating_schedules_is_documented() -> None:
+    trace = ROOT / "sample_traces" / "tiny-gqa.zarr"
+    found = replay(trace, ["knorm"], budgets=[40], layers=[0], schedules=["every:8"], telemetry=True)
+    words = words_of("results.md", "metrics.md")
+    for table in ("timeline", "events", "cache", "telemetry", *TABLES):
+        missing = [name for name in found.tables[table].column_names if name not in words]
+        assert not missing, f"{table}: {missing}"
+
+
+def test_the_steps_of_the_serving_loop_are_where_the_page_says() -> None:
+    text = (DOCS / "decode.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| `(kvtool/[a-z_/]+\.py)` \| ([^|]+) \|$", text, re.MULTILINE)
+    assert len(rows) >= 10
+    for file, names in rows:
+        source = (ROOT / file).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^\s*(?:def|class) {name}\b", source, re.MULTILINE), f"{file}: {name}"
+
+
+def test_every_schedule_option_is_on_its_page() -> None:
+    text = (DOCS / "decode.md").read_text()
+    options = re.findall(r'"(--[a-z-]+)"', (ROOT / "kvtool" / "cli" / "schedules.py").read_text())
+    known = {"--evict-at", "--every", "--high-water", "--prefill-block", "--evict-order", "--delay", "--granularity"}
+    assert len({*options, *known}) >= 10
+    assert [option for option in {*options, *known} if f"`{option}" not in text] == []
+
+
 def test_every_error_code_is_documented_and_no_other() -> None:
     documented = set(re.findall(r"^\| `([a-z-]+)` \|", (DOCS / "errors.md").read_text(), re.MULTILINE))
     assert documented == set(CODES)

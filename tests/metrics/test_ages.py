@@ -207,3 +207,56 @@ def test_means_over_heads_weight_tokens() -> None:
     assert mean_over_heads(first, "kept_age_mean") == pytest.approx(sum(all_ages) / len(all_ages), rel=1e-14)
     assert mean_over_heads(first, "kept_sinks_share") == pytest.approx(4 / 20, rel=1e-14)
     assert mean_over_heads([], "kept_age_mean") is None
+
+
+def test_many_events_are_told_evenly_and_counted_in_full() -> None:
+    """What is left out of the entries still counts: curves at the end are those of a run that tells everything."""
+    steps = list(range(20, 60))
+    retained = random_run(63, steps, seed=4)
+    everything, some = run(retained), run(retained, most_events=5)
+    told = [e["event"] for e in some if e["kv_head"] == 0]
+    assert told == [20, steps[10], steps[20], steps[29], 59, None]
+    by_place = {(e["kv_head"], e["event"]): e for e in everything}
+    assert all(entry == by_place[entry["kv_head"], entry["event"]] for entry in some)
+    assert len(everything) == 2 * 41
+
+
+@pytest.mark.parametrize("window", [None, 23])
+def test_protection_that_widens_and_narrows_decides_exposure(window: int | None) -> None:
+    """Rows protected at one event are exposed at the next, heads ragged, against a loop over tokens."""
+    shields = [(2, 5), (6, 12), (2, 1), (0, 8)]
+    steps = [30, 36, 45, 52]
+    g = torch.Generator().manual_seed(9)
+    evict = torch.full((2, 63), 63, dtype=torch.int32)
+    for step, (sinks, newest) in zip(steps, shields, strict=True):
+        for head, chance in ((0, 0.2), (1, 0.6)):
+            for row in range(sinks, step - newest):
+                seen = window is None or step - row < window
+                if seen and int(evict[head, row]) == 63 and float(torch.rand(1, generator=g)) < chance:
+                    evict[head, row] = step
+    events = [event_at(step, *shield) for step, shield in zip(steps, shields, strict=True)]
+    entries = run(RetainedSet(evict, events), FULL if window is None else sliding(window))
+    sizes = set()
+    for entry in entries:
+        leaves, last = evict[entry["kv_head"]].tolist(), entry["event"] or 63
+        sizes.add((entry["event"], entry["kept_tokens"]))
+        exposures = {}
+        for row in range(63):
+            met = [
+                step
+                for step, (sinks, newest) in zip(steps, shields, strict=True)
+                if step <= last and sinks <= row < step - newest and leaves[row] >= step
+                if window is None or step - row < window
+            ]
+            exposures[row] = met
+        for part, rows in (("prompt", range(30)), ("decode", range(30, 63))):
+            risk = [sum(len(exposures[r]) > k for r in rows) for k in range(4)]
+            left = [sum(len(exposures[r]) > k and leaves[r] == exposures[r][k] for r in rows) for k in range(4)]
+            assert entry[f"survival_{part}_at_risk"] == [r for r in risk if r]
+            alive, curve = 1.0, []
+            for r, gone in zip(risk, left, strict=True):
+                if r:
+                    alive *= 1 - gone / r
+                    curve.append(alive)
+            assert entry[f"survival_{part}"] == pytest.approx(curve, rel=1e-13, abs=1e-15)
+    assert len({size for event, size in sizes if event == 52}) == 2  # the heads are ragged
