@@ -60,9 +60,9 @@ def replay_beside(
     _average(tables["cells"], result.entries("rows"))
     _fill(tables["layers"], result.entries("layers"), ("layer",), ["layer_error"])
     _fill(tables["rows"], result.entries("rows"), ("layer", "q_head"), ["output_error"])
-    _fill_spans(tables["timeline"], cells, result.entries("layers"))
+    _fill_spans(tables["spans"], cells, result.entries("layers"))
     counted = distinct(tables["cells"], tables["evict_steps"])
-    tables["calibration"] = [*calibrate(counted), *calibrate_spans(counted, tables["timeline"])]
+    tables["calibration"] = [*calibrate(counted), *calibrate_spans(counted, tables["spans"])]
 
 
 def _average(cells: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
@@ -86,7 +86,7 @@ def _key(entry: dict[str, Any], *place: str) -> tuple[Any, ...]:
 
 
 def _fill_spans(timeline: list[dict[str, Any]], cells: list[dict[str, Any]], layers: list[dict[str, Any]]) -> None:
-    """`predicted_kl` of the replay's own spans, where all its layers have the very spans of the timeline."""
+    """`predicted_kl` of the replay's own spans, where all its layers have the very spans of the table."""
     starts: dict[tuple, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for layer in layers:
         if layer["event"] is not None:

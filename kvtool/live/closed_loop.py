@@ -107,7 +107,7 @@ class ClosedLoop:
             check_sequence(ready, sequence)
             self._run_sequence(ready, sequence, event, layers, self._answer(place), tables)
         tables["cells"] += means(tables["cells"])
-        tables["timeline"] += mean_timeline(tables["timeline"], len(self._sequences))
+        tables["spans"] += mean_timeline(tables["spans"], len(self._sequences))
         if self._options.calibrate:
             self._progress(self._total, self._total, "replaying")
             replay_beside(self._trace, self._plan, self._work, tables, same=self._options.decide == "trace")

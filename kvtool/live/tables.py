@@ -29,7 +29,7 @@ Entries = dict[str, list[dict[str, Any]]]
 
 def blank_tables() -> Entries:
     """No entries yet."""
-    return {name: [] for name in ("cells", "layers", "rows", "steps", "calibration", "evict_steps", "timeline")}
+    return {name: [] for name in ("cells", "layers", "rows", "steps", "calibration", "evict_steps", "spans")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ def add_outcome(tables: Entries, plan: Plan, ran: Ran, sequence: Sequence, first
         tables["evict_steps"] += decision_entries(place, decided)
     key["achieved"] = _known_mean(achieved)
     tables["steps"] += _steps(key, sequence, first, outcome)
-    tables["timeline"] += timeline_entries(
+    tables["spans"] += timeline_entries(
         key,
         spans_of(cell.schedule, sequence, retained),
         first,

@@ -65,7 +65,7 @@ class Course:
 def courses(result: Result) -> list[Course]:
     """In the order of the main table, `full` and what had no effect left out. Where sequences have no common spans, the
     first one stands for them."""
-    entries = result.entries("timeline")
+    entries = result.entries("spans")
     found = []
     for section in live_sections(result):
         mine = [e for e in entries if (e["ratio"], e["budget"], e["schedule"]) == section.key]

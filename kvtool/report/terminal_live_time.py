@@ -61,6 +61,6 @@ def _course(course: Course, width: int | None) -> list[Any]:
     if joined:
         said = (
             f"{len(course.spans)} spans from event to event, put together to fit; the last ends before step {last}. "
-            "The table `timeline` of -o or --json has each."
+            "The table `spans` of -o or --json has each."
         )
     return [table, Text(said, style="italic")]

@@ -183,7 +183,7 @@ def test_two_sequences_are_two_runs(folder, traced, tmp_path, decide):
             assert decided(alone, policy, index) == decided(together, policy, index)
             kl = cells(alone, index)[policy]["measured_kl"]
             assert cells(together, index)[policy]["measured_kl"] == pytest.approx(kl, rel=1e-9, abs=1e-12)
-    assert {e["sequence"] for e in together.entries("timeline")} >= {0, 1}
+    assert {e["sequence"] for e in together.entries("spans")} >= {0, 1}
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma3n", "gpt_oss", "deepseek_v3", "llama4", "qwen3_next", "mistral"])

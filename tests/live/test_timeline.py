@@ -44,7 +44,7 @@ def test_spans_hold_the_steps_between_events(result):
     for entry in result.entries("steps"):
         steps.setdefault(key(entry), {})[entry["step"]] = entry
     found = {}
-    for entry in result.entries("timeline"):
+    for entry in result.entries("spans"):
         found.setdefault((entry["sequence"], *key(entry)), []).append((entry["step_from"], entry["step_to"]))
         mine = [steps[key(entry)][step] for step in range(entry["step_from"], entry["step_to"])]
         kl = [step["kl"] for step in mine]
@@ -58,7 +58,7 @@ def test_spans_hold_the_steps_between_events(result):
 
 def test_spans_add_up_to_the_whole_run(result):
     for cell in result.entries("cells"):
-        mine = [e for e in result.entries("timeline") if (e["sequence"], *key(e)) == (cell["sequence"], *key(cell))]
+        mine = [e for e in result.entries("spans") if (e["sequence"], *key(e)) == (cell["sequence"], *key(cell))]
         assert len(mine) == 4
         total = sum(e["measured_kl"] * e["steps"] for e in mine)
         assert total / 13 == pytest.approx(cell["measured_kl"], rel=1e-9, abs=1e-15)
@@ -75,7 +75,7 @@ def test_predictions_of_a_span_are_those_of_replay(result, trace):
         for e in opened.entries("cells")
         if e["event"] is not None
     }
-    mine = {(e["sequence"], *key(e), e["step_from"]): e["predicted_kl"] for e in result.entries("timeline")}
+    mine = {(e["sequence"], *key(e), e["step_from"]): e["predicted_kl"] for e in result.entries("spans")}
     assert mine == theirs
     assert all(value > 0 for (_, policy, _, _), value in mine.items() if policy != "full")
 
@@ -84,7 +84,7 @@ def test_tokens_in_the_cache_by_loop(result):
     decided = {}
     for entry in result.entries("evict_steps"):
         decided.setdefault(key(entry), []).append(entry["evict_step"])
-    for entry in result.entries("timeline"):
+    for entry in result.entries("spans"):
         counts = [
             sum(p <= step < leaves[p] for p in range(len(leaves)))
             for leaves in decided[key(entry)]
@@ -114,7 +114,7 @@ def test_agreement_over_time(result):
     for entry in entries:
         cells = [
             e
-            for e in result.entries("timeline")
+            for e in result.entries("spans")
             if e["sequence"] is None and e["step_from"] == entry["step_from"] and e["policy"] != "full"
         ]
         assert entry["sequence"] is None
@@ -130,7 +130,7 @@ def test_agreement_over_time(result):
 
 def test_one_event_has_no_spans(folder, trace):
     found = live(folder("llama"), trace, ["tova"], calibrate=True, **OPTIONS)
-    assert found.entries("timeline") == []
+    assert found.entries("spans") == []
     assert all(entry["step_from"] is None for entry in found.entries("calibration"))
 
 
@@ -166,7 +166,7 @@ def test_layers_with_events_of_their_own_have_no_common_prediction(folder, trace
     found = live(folder("gemma3"), trace, ["tova"], schedules="high-water:24", calibrate=True, budgets=16, window=4)
     layers = [e for e in found.entries("layers") if e["policy"] == "tova"]
     assert len({entry["events"] for entry in layers}) > 1
-    spans = [e for e in found.entries("timeline") if e["policy"] == "tova"]
+    spans = [e for e in found.entries("spans") if e["policy"] == "tova"]
     assert spans
     assert all(e["predicted_kl"] is None and e["measured_kl"] > 0 for e in spans)
 
@@ -228,4 +228,4 @@ def test_means_over_sequences_need_every_sequence():
 def test_results_with_spans_are_ordinary(result, tmp_path):
     result.save(tmp_path / "r")
     assert Result.load(tmp_path / "r").document() == result.document()
-    assert result.tables["timeline"].column_names[8:10] == ["step_from", "step_to"]
+    assert result.tables["spans"].column_names[8:10] == ["step_from", "step_to"]
