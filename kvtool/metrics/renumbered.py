@@ -11,7 +11,8 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 from kvtool.kernels.retained_attention.reference import CellBlock, attention, retained_attention
 from kvtool.layer import Layer
-from kvtool.metrics.step_errors import Evaluate, StepErrors, evaluate_layer, gradients_at, measure, query_places
+from kvtool.metrics.evaluate import Evaluate, evaluate_layer, gradients_at, query_places
+from kvtool.metrics.step_errors import StepErrors, measure
 from kvtool.retained import RetainedSet
 from kvtool.rotation import Rotation
 

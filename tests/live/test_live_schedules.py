@@ -249,7 +249,7 @@ def test_the_trace_decides_as_replay_does(folder, traced):
         ({"decide": "model"}, "--decide model is unknown"),
         ({"schedules": "every:4", "evict_at": 3}, "--evict-at and a schedule were both given"),
         ({"schedules": "at:73"}, "no query after it"),
-        ({"schedules": "sometimes"}, "is unknown"),
+        ({"schedules": "sometimes"}, "is not understood"),
     ],
 )
 def test_bad_options(folder, traced, options, sentence):
