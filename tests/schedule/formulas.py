@@ -171,4 +171,8 @@ POLICIES: dict[str, tuple[Scores, Callable[[int], Any]]] = {
     "capkv": (asked("capkv"), lambda budget: (4, 0)),
     "capkv-paper": (asked("capkv-paper"), nothing),
     "capacity:blend=0.5": (asked("capacity:blend=0.5"), nothing),
+    "jacap:statistics=ema": (asked("jacap:statistics=ema"), nothing),
+    "r-kv:window=3,kernel=3": (asked("r-kv:window=3,kernel=3"), lambda budget: (0, 3)),
+    "lagkv:sinks=1,lag=4": (asked("lagkv:sinks=1,lag=4"), lambda budget: (1, 0)),
+    "scissorhands:history=6,recent=2": (asked("scissorhands:history=6,recent=2"), lambda budget: (0, 2)),
 }
