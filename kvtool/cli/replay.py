@@ -147,4 +147,7 @@ def command(
         hint("note", "tables per layer and head are kept with -o results/, or printed with --json")
         if token_shares:
             hint("note", "shares by evicted token are in those tables only")
-    hint("next", f"kvtool live MODEL {trace} … --calibrate evicts in the real model and says how far to trust this")
+    if (result.manifest["capture"] or {}).get("source") == "synth":  # no model wrote this trace
+        hint("next", f"kvtool ablate {trace} says which choice of a policy matters here")
+    else:
+        hint("next", f"kvtool live MODEL {trace} … --calibrate evicts in the real model and says how far to trust this")

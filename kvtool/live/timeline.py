@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtool.layer import Geometry
 from kvtool.live.measures import Predictions
+from kvtool.metrics.cache_size import live_tokens
 from kvtool.replay.unit import MOST_SPANS
 from kvtool.retained import RetainedSet
 from kvtool.schedule import Schedule
@@ -52,7 +53,7 @@ def timeline_entries(
         drawn: [n] bool, the steps from `first` on that `predicted_kl` speaks of.
         geometries: of the layers in `retained`.
     """
-    live = [live_tokens(decided, geometries[layer]) for layer, decided in retained.items()]
+    live = [live_tokens(decided.evict_step, geometries[layer]) for layer, decided in retained.items()]
     found = []
     for start, stop in spans:
         here = slice(start - first, stop - first)
@@ -75,17 +76,6 @@ def timeline_entries(
             }
         )
     return found
-
-
-def live_tokens(retained: RetainedSet, geometry: Geometry) -> Tensor:
-    """[Hk, T] int64, tokens that the query of each step finds: retained and visible, its own included."""
-    rows = torch.arange(retained.tokens)
-    # The first step that no longer sees each row, were nothing evicted: `first_visible` never falls.
-    unseen = torch.searchsorted(geometry.first_visible(rows), rows, right=True)
-    last = torch.minimum(retained.evict_step.to(torch.int64), unseen).maximum(rows)  # [Hk, T]
-    change = torch.ones(last.shape[0], retained.tokens + 1, dtype=torch.int64)  # row p is written at step p
-    change.scatter_add_(1, last, torch.full_like(last, -1))
-    return change.cumsum(1)[:, :-1]
 
 
 def mean_timeline(entries: list[dict[str, Any]], sequences: int) -> list[dict[str, Any]]:

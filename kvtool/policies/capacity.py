@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -28,7 +28,7 @@ from kvtool.view import View
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """What one event came to. `jitter` and `fallback` grow where a selector meets trouble of its own.
+    """What one event came to.
 
     Attributes:
         scores: [Hk, N] float64.
@@ -180,6 +180,9 @@ class Capacity(Policy):
         if self.selector == "one_shot":
             return scores
         found, refined, group = self._scored(view), scores.clone(), view.geometry.group
+        # What goes wrong at this budget is said of it alone: others may share what was scored.
+        found = replace(found, jitter=found.jitter.clone(), fallback=found.fallback.clone())
+        view.memo[self, "scored"] = view.tokens, found
         for head, budget in enumerate(allowed):
             rows, heads = view.tokens[head], slice(head * group, (head + 1) * group)
             protected = (rows < shield.sinks) | (rows >= view.step - shield.window)

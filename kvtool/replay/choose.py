@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ class Scored:
         heads: the KV heads that the answer is for; the others only fill the view.
         scores: [Hk, N].
         diagnostics: name -> [H].
+        state: the policy's, at the event.
     """
 
     view: View
     heads: list[int]
     scores: Tensor
     diagnostics: dict[str, Tensor]
+    state: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +106,7 @@ def score_caches(
         tokens = torch.stack([mine if len(mine) == length else rows[heads[0]] for mine in rows])
         view = View(layer, step, tokens, step, torch.full_like(tokens, layer.tokens), ahead)
         scores = scores_with(label, policy, layer, view, state)
-        found.append(Scored(view, heads, scores, diagnoses_of(label, policy, layer, view, state)))
+        found.append(Scored(view, heads, scores, diagnoses_of(label, policy, layer, view, state), state))
     return found
 
 
@@ -133,12 +135,15 @@ def choose(
     diagnostics: dict[str, Tensor] = {}
     selections: list[Selection | None] = [None] * heads
     for answer in scored:
-        view, scores = answer.view, answer.scores
+        # A memo of its own: budgets may share the scores, but not what a selector finds at one of them.
+        view, scores = replace(answer.view, memo=dict(answer.view.memo)), answer.scores
         mine = [
             allowed[head] if head in answer.heads else min(allowed[answer.heads[0]], view.tokens.shape[1])
             for head in range(heads)
         ]
         refined = refined_scores(label, policy, layer, view, scores, mine, shield)
+        if refined is not scores:
+            answer = replace(answer, diagnostics=diagnoses_of(label, policy, layer, view, answer.state))
         if block > 1 and refined is not scores:
             raise KvtoolError(
                 "usage",

@@ -10,7 +10,8 @@ import torch
 from kvtool.layer import Geometry
 from kvtool.live import live
 from kvtool.live.calibration import calibrate_spans, spearman
-from kvtool.live.timeline import live_tokens, mean_timeline, spans_of
+from kvtool.live.timeline import mean_timeline, spans_of
+from kvtool.metrics.cache_size import live_tokens
 from kvtool.replay import replay
 from kvtool.report.live_summary import live_sections, live_verdicts
 from kvtool.report.live_timeline import Curve, courses, fitted, trust_over_time
@@ -101,7 +102,7 @@ def test_live_tokens_by_loop(kind, window):
     draw = random.Random(3)
     geometry = Geometry(0, 4, 2, 8, 8, 1.0, kind=kind, window=window)
     leaves = [[draw.choice([17, draw.randint(p + 1, 17)]) for p in range(17)] for _ in range(2)]
-    found = live_tokens(RetainedSet(torch.tensor(leaves, dtype=torch.int32)), geometry)
+    found = live_tokens(torch.tensor(leaves, dtype=torch.int32), geometry)
     for head in range(2):
         for step in range(17):
             first = int(geometry.first_visible(torch.tensor(step)))

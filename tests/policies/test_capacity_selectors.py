@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvtool.budget import Budget
 from kvtool.errors import KvtoolError
 from kvtool.policies import Protection, policy_from_text
+from kvtool.policies import capacity as capacity_module
 from kvtool.policies.capacity_pool import Pool
 from kvtool.policies.selectors import exhaustive, greedy, two_pass
 from kvtool.replay.decide import decide
@@ -223,3 +224,20 @@ def test_absorbed_directions_have_the_same_log_determinants(loose):
     assert float((pool.ridge - 1).abs().min()) > 0.05
     for chosen in ([2], [0, 3], [1, 2, 4, 6], list(range(7))):
         assert capacity(absorbed, chosen) == pytest.approx(capacity(pool, chosen), rel=1e-12)
+
+
+def test_trouble_at_one_budget_is_not_said_of_another():
+    """All budgets share the scores of a first event; what greedy selection meets at one belongs to that one."""
+    layer, chosen = example_layer(60, seed=3), policy("capacity:selector=greedy")
+    budgets = [Budget.from_tokens(n) for n in (8, 20, 33)]
+
+    def fails_at_20(pool, protected, budget, group):
+        if budget == 20:
+            raise ValueError("no factor")
+        return greedy(pool, protected, budget, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capacity_module, "greedy", fails_at_20)
+        decided = decide(layer, "it", chosen, budgets, 45, Protection(2, 3), torch.arange(45, 60))
+    said = [bool((one.events[0].diagnostics["fallback"] > 0).any()) for one in decided]
+    assert said == [False, True, False]
