@@ -33,7 +33,7 @@ _COLUMNS = ("predicted KL", "w32", "error", "layers: least … most", "worst hea
 # What repeating schedules add, between mass and regret.
 _REPEATING = ("events", "cache mean", "cache peak", "peak MB", "fallbacks")
 _GIVES_WAY = (
-    *("ties", "kept", "regret", "fallbacks", "w32", "events", "layers: least … most", "mass", "peak MB", "worst head"),
+    *("ties", "kept", "regret", "w32", "layers: least … most", "events", "fallbacks", "mass", "peak MB", "worst head"),
 )
 
 
