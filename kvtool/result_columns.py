@@ -94,7 +94,7 @@ OWN: dict[str, dict[str, str]] = {
 }
 # Columns that count something: whole numbers per entry; means of them over layers or sequences need not be.
 COUNTS: tuple[str, ...] = ("achieved", "candidates", "ties", "undefined_heads", "undefined_layers", "undefined_steps")
-COUNTS += ("events", "evicted", "fallbacks", "deadline_fallbacks")
+COUNTS += ("evaluated_from", "events", "evicted", "fallbacks", "deadline_fallbacks")
 # Columns whose kind is not to be read off their values, which may all be null.
 KINDS: dict[str, str] = {
     "undefined_steps": "int64",
@@ -104,7 +104,7 @@ KINDS: dict[str, str] = {
     "shares": "list of float64",
     **dict.fromkeys(("predicted_kl_partial", "protected", "synthetic"), "string"),
     **dict.fromkeys(("mean_cache_tokens", "peak_cache_tokens"), "float64"),
-    "no_effect": "bool",
+    **dict.fromkeys(("no_effect", "window_decided"), "bool"),
     "changes": "list of string",
     **dict.fromkeys(("oracle", "frozen", "capacity_mc_saturated_unit", "capacity_mc_saturated_scaled"), "bool"),
     **dict.fromkeys(("queries", "pool", "kept", "samples", "undefined_samples"), "int32"),

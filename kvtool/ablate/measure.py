@@ -17,7 +17,7 @@ from kvtool.ablate.effects import Values
 from kvtool.manifest import digest, versions
 from kvtool.metrics import PredictedKL
 from kvtool.policies import Protection
-from kvtool.replay.coverage import Coverage
+from kvtool.replay.coverage import Coverages
 from kvtool.replay.gather import Work, arrow_tables, by_sequence, cell_entries
 from kvtool.replay.parts import Part, Store
 from kvtool.replay.plan import Plan
@@ -71,7 +71,7 @@ class Found:
     overlaps: list[list[float]] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
 
-    def cells(self, work: Work, covered: Mapping[int, Coverage]) -> list[dict[str, Any]]:
+    def cells(self, work: Work, covered: Coverages) -> list[dict[str, Any]]:
         """Replay's entries of `cells`, each with `overlap`."""
         entries = cell_entries(self.group.plan, work, self.parts, covered)
         places = by_sequence(work)

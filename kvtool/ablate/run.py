@@ -16,7 +16,7 @@ from kvtool.ablate.measure import ORDERING, Found, Group, Progress, measure, sec
 from kvtool.ablate.path import BESIDE, capkv_to_jacap, named
 from kvtool.errors import KvtoolError
 from kvtool.registry import did_you_mean
-from kvtool.replay.coverage import Coverage, coverage, over_sequences
+from kvtool.replay.coverage import Coverages, over_sequences
 from kvtool.replay.decide import donor_of
 from kvtool.replay.gather import Work, by_sequence, manifest_of
 from kvtool.replay.notes import sentences
@@ -114,7 +114,7 @@ class Study:
     Attributes:
         path: (what changed, the policy then) from CapKV to JaCap, as far as the trace serves it.
         beside: known policies for scale.
-        covered: sequence index -> what its gradients speak of.
+        covered: what the gradients of the sequences speak of.
     """
 
     trace: Trace
@@ -124,7 +124,7 @@ class Study:
     path: list[tuple[str, Variant]]
     beside: list[Variant]
     warnings: list[str]
-    covered: Mapping[int, Coverage]
+    covered: Coverages
 
     @property
     def label(self) -> str:
@@ -137,8 +137,8 @@ class Study:
     def missing(self) -> dict[str, str]:
         """Metric -> why the trace cannot serve it."""
         found = {}
-        reason = over_sequences(self.covered).missing
-        reason = reason or next((one.missing for one in self.covered.values() if one.missing), None)
+        reason = over_sequences(self.covered.first()).missing
+        reason = reason or next((one.missing for one in self.covered.first().values() if one.missing), None)
         if reason is not None:
             found["predicted_kl"] = reason
         if not all(sequence.layer(layer_id).has("output_projection") for sequence, layer_id, _ in self.work):
@@ -266,8 +266,4 @@ def _prepare(
         Group(protected, replace(plan, policies=[(label, served[label]) for label in labels]))
         for protected, labels in points.items()
     ]
-    covered = {}
-    for index, places in by_sequence(work).items():
-        sequence, _, step = work[places[0]]
-        covered[index] = coverage(trace, sequence, plan, [work[place][1] for place in places], step)
-    return Study(trace, design, groups, work, path, beside, warnings, covered)
+    return Study(trace, design, groups, work, path, beside, warnings, Coverages.of(trace, plan, work))

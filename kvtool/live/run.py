@@ -73,7 +73,7 @@ def live(
     from kvtool.capture.packages import require
     from kvtool.replay.parts import Store
     from kvtool.replay.plan import make_plan
-    from kvtool.replay.work import servable, work_of
+    from kvtool.replay.work import servable, unequal_starts, work_of
     from kvtool.trace import Trace, open_trace
 
     require("transformers")
@@ -115,6 +115,9 @@ def live(
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     work = work_of(opened, plan, layers, sequences)
     plan, warnings = servable(plan, work, optional="all" in policies)
+    if apart := unequal_starts(plan, work):
+        sentence = f"one live run measures all cells on the same steps, but {apart[0]}"
+        raise KvtoolError("usage", sentence, "run one schedule at a time")
 
     from kvtool.capture.quiet import quiet
     from kvtool.live.closed_loop import ClosedLoop, Options

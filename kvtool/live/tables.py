@@ -22,6 +22,7 @@ from kvtool.retained import RetainedSet
 from kvtool.trace import Sequence
 from kvtool.words import asked
 
+SCORES = ("measured_kl", "measured_kl_max", "measured_kl_targets", "delta_nll", "top1_agreement")
 MEASURED = ("measured_kl", "measured_kl_max", "delta_nll", "top1_agreement")
 SUMS = ("evicted", "fallbacks")  # of a cell, over its layers
 Entries = dict[str, list[dict[str, Any]]]
@@ -81,6 +82,7 @@ def add_outcome(tables: Entries, plan: Plan, ran: Ran, sequence: Sequence, first
             "events": _known_mean({layer: one["events"] for layer, one in counts.items()}),
             "ties": sum(ties.values()),
             **_measured(sequence, first, outcome),
+            **(dict.fromkeys(SCORES) if all(missing.values()) else {}),
             **_answered(first, outcome, answer),
             "closed_layer_error": _mean(torch.tensor(layers)) if layers else None,
             "closed_output_error": _mean(torch.cat(heads)) if heads else None,

@@ -36,7 +36,10 @@ def _age_columns() -> tuple[Column, ...]:
         ("flexible", "everything else: what the policy chose"),
     ):
         found.append(Column(f"kept_{part}_share", "kv_head", "share of kept_tokens", "none", words))
-    found.append(Column("turnover", "kv_head", "share of pool_tokens", "none", "candidates that the event evicted"))
+    found.append(
+        Column("turnover", "kv_head", "share of candidates", "none", "evicted by the event; at the end by all events")
+    )
+    found.append(Column("turnover_candidates", "kv_head", "tokens", "none", "the candidates that this is a share of"))
     found.append(
         Column("frozen", "kv_head", "yes or no", "none", f"kept flexible set unchanged for {FROZEN_AFTER} events")
     )
@@ -87,12 +90,14 @@ def ages(
         evict = of_head.numpy()
         curves = {"prompt": Survival(retained.tokens), "decode": Survival(retained.tokens)}
         unchanged, before = 0, None  # events since the kept flexible set was another one
+        found = left = 0  # candidates and evicted tokens of all events
         for event in [*retained.events, None]:
             step = retained.tokens if event is None else event.step
             pool = oldest[step] + np.flatnonzero(evict[oldest[step] : step] >= step)
             kept = pool if event is None else pool[evict[pool] > step]
             flexible = kept[(kept >= sinks) & (kept < step - window)]
             if event is not None:
+                found, left = found + pool.size, left + pool.size - kept.size
                 unchanged = unchanged + 1 if before is not None and np.array_equal(before, flexible) else 0
                 before = flexible
                 _expose(curves, pool, evict, event, prompt_length)
@@ -106,7 +111,7 @@ def ages(
                     **_statistics("pool", step - pool),
                     **_statistics("kept", step - kept),
                     **_shares(kept, flexible, sinks),
-                    "turnover": (pool.size - kept.size) / pool.size if event and pool.size else None,
+                    **(_turnover(pool.size, pool.size - kept.size) if event else _turnover(found, left)),
                     "frozen": unchanged >= frozen_after,
                     **{f"survival_{part}": curve.curve() for part, curve in curves.items()},
                     **{f"survival_{part}_at_risk": curve.at_risk for part, curve in curves.items()},
@@ -174,6 +179,10 @@ def _shares(kept: Rows, flexible: Rows, sinks: int) -> dict[str, float | None]:
     first = int((kept < sinks).sum())
     parts = {"sinks": first, "window": count - first - flexible.size, "flexible": flexible.size}
     return {f"kept_{name}_share": number / count if count else None for name, number in parts.items()}
+
+
+def _turnover(candidates: int, evicted: int) -> dict[str, Any]:
+    return {"turnover": evicted / candidates if candidates else None, "turnover_candidates": candidates}
 
 
 def _expose(curves: dict[str, Survival], pool: Rows, evict: Rows, event: Event, prompt_length: int) -> None:

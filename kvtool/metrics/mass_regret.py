@@ -34,7 +34,7 @@ def mass_regret(ranking: Tensor, mass: Tensor) -> list[float | None]:
     ratios: list[float | None] = []
     for ranks, masses in zip(ranking, mass.to(torch.float64), strict=True):
         places = torch.arange(masses.numel(), dtype=torch.float64, device=masses.device)
-        lost = float((places * masses[ranks.argsort()]).sum())
+        lost = float((places * masses[ranks.argsort(stable=True)]).sum())
         least = float((places * masses.sort(descending=True).values).sum())
         if least == 0:
             ratios.append(1.0 if lost == 0 else None)

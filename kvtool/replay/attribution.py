@@ -14,6 +14,7 @@ from kvtool.metrics import PredictedKL, Whole, token_shares
 from kvtool.replay.gather import Work, arrow_tables, by_sequence
 from kvtool.replay.parts import Part
 from kvtool.replay.plan import Plan
+from kvtool.replay.work import evaluated_from
 from kvtool.result import table_of
 
 
@@ -41,7 +42,7 @@ def attribute(plan: Plan, work: Work, parts: list[Part], progress: Callable[[int
                 continue
             of_cell = decided[index * heads : (index + 1) * heads]
             evict_step = torch.tensor([entry["evict_step"] for entry in of_cell])
-            shares = token_shares(layer, evict_step, whole, step)
+            shares = token_shares(layer, evict_step, whole, evaluated_from(cell.schedule, sequence))
             for head in range(heads):
                 evicted = (evict_step[head] < layer.tokens).nonzero()[:, 0]
                 if evicted.numel():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
 
 import torch
 
@@ -81,6 +82,44 @@ def _layers_left_out(trace: Trace, drawn: list[int]) -> str | None:
     if (captured == "all" and drawn == trace.layer_ids) or len(drawn) == count:
         return None
     return f"layers {spans(drawn)} of {count}" if count else f"layers {spans(drawn)} of an unknown number"
+
+
+@dataclass(frozen=True, eq=False)
+class Coverages:
+    """What the gradients of a run's sequences can say, from any step on.
+
+    Attributes:
+        layers: sequence index -> the layers that are replayed.
+        starts: sequence index -> the first evaluated step of any cell.
+    """
+
+    trace: Trace
+    plan: Plan
+    sequences: dict[int, Sequence]
+    layers: dict[int, list[int]]
+    starts: dict[int, int]
+    known: dict[tuple[int, int], Coverage] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trace: Trace, plan: Plan, work: Many[tuple[Sequence, int, int]]) -> Coverages:
+        """Of the sequences in `work`: (sequence, layer id, first evaluated step)."""
+        found = cls(trace, plan, {}, {}, {})
+        for sequence, layer, step in work:
+            found.sequences[sequence.index] = sequence
+            found.layers.setdefault(sequence.index, []).append(layer)
+            found.starts[sequence.index] = step
+        return found
+
+    def first(self) -> dict[int, Coverage]:
+        """Sequence index -> of the whole run."""
+        return {index: self.since(index, step) for index, step in self.starts.items()}
+
+    def since(self, index: int, step: int) -> Coverage:
+        """Of sequence `index`, for an evaluation that starts at `step`."""
+        if (index, step) not in self.known:
+            found = coverage(self.trace, self.sequences[index], self.plan, self.layers[index], step)
+            self.known[index, step] = found
+        return self.known[index, step]
 
 
 def over_sequences(found: Mapping[int, Coverage]) -> Coverage:

@@ -192,9 +192,7 @@ class Track:
         view = answer.scored[0].view
         own = protection_of(self._label, self._policy, self._layer, view, allowed[0])
         self._first.shields.append(own)
-        shield = own.union(rules.protection)
-        if rules.schedule.delay:
-            shield = Protection(shield.sinks, shield.window + rules.schedule.delay)
+        shield = own.union(Protection(rules.protection.sinks, rules.protection.window + rules.schedule.delay))
         limits = [min(most, len(mine)) for most, mine in zip(allowed, rows, strict=True)]
         block = rules.schedule.block
         begun = time.perf_counter()
@@ -225,16 +223,26 @@ class Track:
         if untouched and step in self._first.answers:
             answer = self._first.answers[step]
         else:
+            if untouched and not self._first.answers and self._timed:
+                # Reading the trace and warming up this process are no cost of the event.
+                score_caches(self._label, self._policy, self._layer, self._observe(step), rows, step, self._later(step))
             begun = time.perf_counter()
             with TensorBytes.watched(self._rules.telemetry) as kept, watching() as seconds, stage("scoring"):
                 state = self._observe(step)
-                ahead = self._ahead[self._ahead >= step] if self._policy.oracle else None
-                scored = score_caches(self._label, self._policy, self._layer, state, rows, step, ahead)
+                scored = score_caches(self._label, self._policy, self._layer, state, rows, step, self._later(step))
             answer = Answer(state, scored, dict(seconds), time.perf_counter() - begun, kept.peak)
             if untouched:
                 self._first.answers[step] = answer
         self._state, self._observed = answer.state, step
         return answer
+
+    @property
+    def _timed(self) -> bool:
+        return self._rules.telemetry or self._rules.deadline_ms is not None
+
+    def _later(self, step: int) -> Tensor | None:
+        """The steps that an oracle sees at an event."""
+        return self._ahead[self._ahead >= step] if self._policy.oracle else None
 
     def _observe(self, step: int) -> Any:
         """The state after the steps since the last event. What was live at any of them is shown; where heads hold
@@ -265,10 +273,11 @@ class Track:
         temporary_bytes: int | None,
     ) -> None:
         heads, once = found.numel(), not self._rules.schedule.repeats
+        by_token = self._rules.schedule.block == 1  # pages have ranks, their tokens have none of their own
         nothing = torch.zeros(heads, dtype=torch.int64)
         # One ranking stands for all budgets only where the protection does not depend on the budget.
         nested = self._policy.nested and self._first.shields[-1:] == self._first.shields[:1]
-        ranking = choice.ranking if choice and once and nested else None
+        ranking = choice.ranking if choice and once and nested and by_token else None
         self._events.append(
             Event(
                 step=step,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtool.layer import Layer
+from kvtool.layer import Geometry, Layer
 from kvtool.metrics import StepErrors, nullable
 from kvtool.metrics.ages import evenly
 from kvtool.metrics.attention_entropy import attention_entropy
@@ -32,13 +32,19 @@ def shown_events(decided: list[RetainedSet], most: int = MOST_EVENTS) -> list[li
 
 
 def event_entries(
-    keys: list[Key], cells: list[Cell], layer: Layer, decided: list[RetainedSet], errors: list[StepErrors]
+    keys: list[Key],
+    cells: list[Cell],
+    layer: Layer,
+    donor: Geometry,
+    decided: list[RetainedSet],
+    errors: list[StepErrors],
 ) -> list[Key]:
     """The table `events` of one layer.
 
     Args:
         keys: of every cell, the key columns of its entries; `event` and `achieved` are filled in.
-        layer: whose queries and geometry are meant; where it reads another's cache, `decided` is that one's.
+        layer: whose queries are meant.
+        donor: of the layer whose cache it reads, usually its own: candidates and pages are that cache's.
     """
     shown = shown_events(decided)
     before = [[event.step - 1 for event in events] for events in shown]
@@ -51,18 +57,18 @@ def event_entries(
                     **key,
                     "event": event.step,
                     "achieved": float(event.achieved.min()),
-                    **_chosen(event, retained, layer),
+                    **_chosen(event, retained, donor),
                     **_errors_at(event.step, found),
                     "attention_entropy": entropy.get(event.step - 1),
-                    **_laid_out(event, retained, layer, cell.schedule.block),
+                    **_laid_out(event, retained, donor, bytes_per_token(layer.geometry), cell.schedule.block),
                 }
             )
     return entries
 
 
-def _chosen(event: Event, retained: RetainedSet, layer: Layer) -> Key:
+def _chosen(event: Event, retained: RetainedSet, geometry: Geometry) -> Key:
     """What the event found and left."""
-    oldest = int(layer.geometry.first_visible(torch.tensor(event.step)))
+    oldest = int(geometry.first_visible(torch.tensor(event.step)))
     rows = torch.arange(oldest, event.step)
     there = retained.evict_step[:, oldest : event.step] >= event.step  # [Hk, N]
     shielded = (rows < event.sinks) | (rows >= event.step - event.window)
@@ -100,11 +106,11 @@ def _errors_at(step: int, found: StepErrors) -> Key:
     return {"layer_error": None if layer is None else nullable(layer)[0], "output_error": mean_of_defined(heads)}
 
 
-def _laid_out(event: Event, retained: RetainedSet, layer: Layer, block: int) -> Key:
+def _laid_out(event: Event, retained: RetainedSet, geometry: Geometry, token_bytes: int, block: int) -> Key:
     """Pages and moves; whole pages are remapped, so nothing moves."""
-    geometry, page = layer.geometry, block if block > 1 else PAGE_TOKENS
+    page = block if block > 1 else PAGE_TOKENS
     oldest = int(geometry.first_visible(torch.tensor(event.step)))
     found = paging(retained.evict_step, event.step, oldest, page)
     moved = 0 if block > 1 else found.pop("moved_tokens")
     found.pop("moved_tokens", None)
-    return {"page_tokens": page, **found, "compaction_bytes": moved * bytes_per_token(geometry)}
+    return {"page_tokens": page, **found, "compaction_bytes": moved * token_bytes}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -13,12 +12,13 @@ from torch import Tensor
 
 from kvtool.manifest import environment
 from kvtool.metrics import Metric, PredictedKL, built_in_metrics
-from kvtool.replay.coverage import Coverage, over_sequences
+from kvtool.replay.coverage import Coverage, Coverages, over_sequences
 from kvtool.replay.notes import sentences
 from kvtool.replay.parts import OPTIONAL, TABLES, Part, Partial
 from kvtool.replay.plan import Plan
 from kvtool.replay.timeline import timeline_entries
-from kvtool.replay.unit import METRICS
+from kvtool.replay.unit import FLAGS, METRICS
+from kvtool.replay.work import evaluated_from
 from kvtool.result import Result, concatenate, table_of, with_columns
 from kvtool.trace import Sequence, Trace
 from kvtool.words import spans
@@ -32,13 +32,13 @@ def gather(
     work: Work,
     parts: list[Part],
     warnings: list[str],
-    covered: Mapping[int, Coverage],
+    covered: Coverages,
 ) -> Result:
     """The whole result.
 
     Args:
         parts: one per entry of `work`, in its order.
-        covered: sequence index -> what its gradients speak of.
+        covered: what the gradients of the sequences speak of.
     """
     evicting = sum(not policy.keeps_all for _, policy in plan.policies)
     warnings = warnings + sentences([note for part in parts for note in part.notes], evicting, len(work))
@@ -81,7 +81,9 @@ def _timeline(plan: Plan, work: Work, parts: list[Part]) -> list[dict[str, Any]]
             wholes = [parts[place].partials[index] for place in places]
             achieved = [float(w["counts"]["achieved"]) for w in wholes if not math.isnan(w["counts"]["achieved"])]
             key = {"sequence": sequence, **cell.key(plan), "achieved": fmean(achieved) if achieved else None}
-            entries += timeline_entries(key, [work[place][1] for place in places], wholes)
+            found = timeline_entries(key, [work[place][1] for place in places], wholes)
+            idle = all(bool(whole["counts"]["no_effect"]) for whole in wholes)
+            entries += [_without_scores(entry) for entry in found] if idle else found
     return entries
 
 
@@ -121,33 +123,43 @@ def _defined(values: Tensor) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.reshape(-1).tolist()]
 
 
-def cell_entries(plan: Plan, work: Work, parts: list[Part], covered: Mapping[int, Coverage]) -> list[dict[str, Any]]:
+def cell_entries(plan: Plan, work: Work, parts: list[Part], covered: Coverages) -> list[dict[str, Any]]:
     """One entry per cell and sequence, and one with `sequence` null: the mean over sequences."""
     entries = []
-    together = over_sequences(covered)
     for index, cell in enumerate(plan.cells):
         key = {**cell.key(plan), "event": None, "oracle": cell.policy.oracle}
         whole: list[CellOf] = []
         spans: dict[int, list[CellOf]] = {}
+        begun: dict[int, int] = {}
         for sequence, places in by_sequence(work).items():
-            said = _described(covered[sequence])
+            begun[sequence] = evaluated_from(cell.schedule, work[places[0]][0])
+            said = _described(covered.since(sequence, begun[sequence]))
             first = {"sequence": sequence, **key}
             whole.append(_combined(plan, first, [parts[place].partials[index] for place in places], said))
             events = [parts[place].spans[index] for place in places]
             # Layers whose events differ (a window keeps them below a high-water mark) have no common span.
             for event in sorted(set.intersection(*(set(one) for one in events))):
                 here = {**first, "event": event}
+                said = _described(covered.since(sequence, event))
                 spans.setdefault(event, []).append(_combined(plan, here, [one[event] for one in events], said))
-        entries += [one.entry for one in whole]
-        entries.append(_mean(plan, {"sequence": None, **key}, whole, together))
+        flags = {one.entry["sequence"]: {name: one.entry[name] for name in FLAGS} for one in whole}
+        found = [one.entry for one in whole]
+        together = over_sequences({sequence: covered.since(sequence, step) for sequence, step in begun.items()})
+        found.append(_mean(plan, {"sequence": None, **key}, whole, together))
+        flags[None] = {name: found[-1][name] for name in FLAGS}
         for event, members in sorted(spans.items()):
-            entries += [one.entry for one in members]
+            found += [one.entry for one in members]
             if len(members) == len(whole):
-                entries.append(_mean(plan, {"sequence": None, **key, "event": event}, members, together))
+                together = over_sequences({sequence: covered.since(sequence, event) for sequence in begun})
+                found.append(_mean(plan, {"sequence": None, **key, "event": event}, members, together))
+        for entry in found:
+            entry |= flags[entry["sequence"]]
+        entries += [_without_scores(entry) if entry["no_effect"] else entry for entry in found]
     return entries
 
 
-COUNTED = ("achieved", "candidates", "events")  # of a cell, means over its layers; the other counts are sums
+# Of a cell, means over its layers; the other counts are sums.
+COUNTED = ("achieved", "candidates", "events", "evaluated_from")
 
 
 @dataclass(frozen=True)
@@ -168,9 +180,18 @@ def _combined(plan: Plan, key: dict[str, Any], partials: list[Partial], said: di
     for name in counted[0]:
         numbers = [float(one[name]) for one in counted if not math.isnan(one[name])]
         entry[name] = (fmean(numbers) if numbers else None) if name in COUNTED else int(sum(numbers))
-    if "no_effect" in entry:
-        entry["no_effect"] = entry["no_effect"] == len(counted)
+    for name in FLAGS:
+        if name in entry:
+            entry[name] = entry[name] == len(counted)
     return CellOf({**entry, **said}, by_metric)
+
+
+def _without_scores(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a cell that had no effect: the errors of a full cache are no score of its policy."""
+    known = ("predicted_kl_block", "predicted_kl_partial", "predicted_kl_steps", "predicted_kl_draws")
+    scores = [name for name in entry if name.startswith(("mean_layer_error", "mean_output_error", "predicted_kl"))]
+    scores += ["layer_error", "output_error"] if "step_from" in entry else []
+    return {**entry, **dict.fromkeys(name for name in scores if name not in known)}
 
 
 def _mean(plan: Plan, key: dict[str, Any], cells: list[CellOf], together: Coverage) -> dict[str, Any]:
@@ -183,8 +204,9 @@ def _mean(plan: Plan, key: dict[str, Any], cells: list[CellOf], together: Covera
     for name in (*COUNTED, "ties", "evicted", "fallbacks", "deadline_fallbacks"):
         known = [cell.entry[name] for cell in cells if cell.entry.get(name) is not None]
         mean[name] = fmean(known) if known else None
-    if all("no_effect" in cell.entry for cell in cells):
-        mean["no_effect"] = all(cell.entry["no_effect"] for cell in cells)
+    for name in FLAGS:
+        if all(name in cell.entry for cell in cells):
+            mean[name] = all(cell.entry[name] for cell in cells)
     return {**mean, **_described(together)}
 
 

@@ -17,6 +17,8 @@ SAID = {
     "no-effect": "had no effect in {where}: the budget covers every candidate",
     "pages": "had no effect in {where}: no page could leave as a whole, and one that is being filled never does",
     "never-ran": "had no effect in {where}: the schedule never made an event due",
+    "page-filling": "kept more than the budget at some events in {where}: protected pages stay, and so does the page "
+    "being filled",
     "window": "could not factor a matrix at some events in {where}, so the sliding window decided there (column "
     "`fallbacks`)",
     "deadline": "exceeded --deadline-ms at some events in {where}, so the sliding window decided there (column "
@@ -26,7 +28,17 @@ SAID = {
     "knorm": "could not factor a matrix in {where} and its fallback was not finite either, so key norms scored there",
 }
 Kind = Literal[
-    "thinned", "overfull", "no-effect", "pages", "never-ran", "window", "deadline", "jitter", "fallback", "knorm"
+    "thinned",
+    "overfull",
+    "page-filling",
+    "no-effect",
+    "pages",
+    "never-ran",
+    "window",
+    "deadline",
+    "jitter",
+    "fallback",
+    "knorm",
 ]
 
 
@@ -34,8 +46,9 @@ def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int,
     """The notes on one cell of one unit, as plain values; `donor` is the layer that was scored."""
     events = retained.events
     kinds: list[Kind] = []
-    if any(event.overfull for event in events):
-        kinds.append("overfull")
+    overfull = [event for event in events if event.overfull]
+    if overfull:
+        kinds.append("page-filling" if cell.schedule.block > 1 else "overfull")
     reason = without_effect(cell, retained, donor)
     if reason is not None:
         kinds.append(reason)
@@ -58,7 +71,8 @@ def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int,
             "policy": cell.label,
             "schedule": str(cell.schedule) if cell.schedule.repeats else None,
             "asked": f"ratio {cell.budget}" if cell.budget.ratio is not None else f"budget {cell.budget.tokens}",
-            "allowed": min((int(event.budget.min()) for event in events if event.overfull), default=0),
+            "allowed": min((int(event.budget.min()) for event in overfull), default=0),
+            "at": [len(overfull), len(events)],
             "sequence": sequence,
             "layer": layer,
         }
@@ -77,6 +91,7 @@ def note_thinned(decided: list[RetainedSet], sequence: int, layer: int) -> list[
             "schedule": None,
             "asked": f"table events, layer {layer} of sequence {sequence}",
             "allowed": 0,
+            "at": [0, 0],
             "sequence": sequence,
             "layer": layer,
         }
@@ -121,9 +136,12 @@ def sentences(notes: list[dict[str, Any]], policies: int, units: int) -> list[st
             if kind == "overfull":
                 allowed = [m["allowed"] for name in names for m in by_policy[name]]
                 tokens = f"{min(allowed)}" if min(allowed) == max(allowed) else f"{min(allowed)} to {max(allowed)}"
+                counts = [m["at"] for name in names for m in by_policy[name]]
+                some, of = sum(count for count, _ in counts), sum(count for _, count in counts)
+                at = "" if some == of else f" at {some} of {of} events"
                 said.append(
-                    f"{asked}: protection exceeds the budget of {tokens} tokens for {who} in {where}; "
-                    "sinks were kept first, then the newest, so scores decided nothing there"
+                    f"{asked}: protection exceeds the budget of {tokens} tokens for {who}{at} in {where}; "
+                    "first rows were kept first, then the newest, so scores decided nothing there"
                 )
             else:
                 said.append(f"{asked}: {who} {SAID[kind].format(where=where)}")

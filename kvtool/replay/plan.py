@@ -99,9 +99,9 @@ class Plan:
         """Whether any cell may have several events."""
         return any(schedule.repeats for schedule in self.schedules)
 
-    def rules(self, schedule: Schedule) -> Rules:
-        """What all policies under this schedule have in common."""
-        return Rules(schedule, self.protection, self.deadline_ms, self.telemetry)
+    def rules(self, schedule: Schedule, control: bool = False) -> Rules:
+        """What all policies under this schedule have in common; a control has no deadline."""
+        return Rules(schedule, self.protection, None if control else self.deadline_ms, self.telemetry)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -265,6 +265,13 @@ def _fit(schedules: tuple[Schedule, ...], sizes: list[Budget], evaluate: str, de
             "usage", "--decompose speaks of one event", "decompose at the end of the prompt or --evict-at"
         )
     marks = [t.mark for schedule in schedules for t in schedule.triggers if isinstance(t, HighWater)]
+    pages = max((s.block for s in schedules if any(isinstance(t, HighWater) for t in s.triggers)), default=1)
+    if marks and pages > 1 and any(size.tokens is not None and size.tokens + pages > min(marks) for size in sizes):
+        raise KvtoolError(
+            "usage",
+            f"--high-water {min(marks)} leaves no room for a page of {pages} tokens above the budget",
+            f"a mark of at least {max(size.tokens or 0 for size in sizes) + pages}, or smaller pages",
+        )
     if marks and any(size.tokens is None or size.tokens >= min(marks) for size in sizes or [Budget.from_ratio("0.5")]):
         raise KvtoolError(
             "usage",

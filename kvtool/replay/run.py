@@ -11,13 +11,13 @@ from kvtool.decomposition.settings import asked_for
 from kvtool.errors import KvtoolError
 from kvtool.manifest import digest, versions
 from kvtool.replay.attribution import attribute
-from kvtool.replay.coverage import Coverage, coverage
+from kvtool.replay.coverage import Coverages
 from kvtool.replay.decomposable import decomposable, stated_cost
-from kvtool.replay.gather import Work, by_sequence, gather
+from kvtool.replay.gather import Work, gather
 from kvtool.replay.parts import Part, Store
 from kvtool.replay.plan import Plan, make_plan
 from kvtool.replay.unit import METRICS, run_unit
-from kvtool.replay.work import servable, work_of
+from kvtool.replay.work import servable, unequal_starts, work_of
 from kvtool.result import Result
 from kvtool.trace import Trace, open_trace
 
@@ -113,6 +113,7 @@ def replay(
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     work = work_of(opened, plan, layers, sequences)
     plan, warnings = servable(plan, work, optional="all" in policies)
+    warnings = warnings + unequal_starts(plan, work)
     covered = _covered(opened, plan, work)
     if plan.decompose is not None:
         warnings = warnings + decomposable(plan, work)
@@ -134,17 +135,14 @@ def replay(
     return result
 
 
-def _covered(trace: Trace, plan: Plan, work: Work) -> dict[int, Coverage]:
-    """Sequence index -> what its gradients speak of.
+def _covered(trace: Trace, plan: Plan, work: Work) -> Coverages:
+    """What the gradients of the sequences speak of.
 
     Raises:
         KvtoolError: `trace-lacks` where shares by token were asked for and no sequence has gradients that serve.
     """
-    found = {}
-    for index, places in by_sequence(work).items():
-        sequence, _, step = work[places[0]]
-        found[index] = coverage(trace, sequence, plan, [work[place][1] for place in places], step)
-    reasons = [one.missing for one in found.values()]
+    found = Coverages.of(trace, plan, work)
+    reasons = [one.missing for one in found.first().values()]
     if plan.token_shares and all(reasons):
         raise KvtoolError("trace-lacks", f"--token-shares has nothing to share out: {reasons[0]}")
     return found
@@ -157,7 +155,7 @@ def _measure(
     store: Store | None,
     progress: Progress | None,
     warnings: list[str],
-    covered: dict[int, Coverage],
+    covered: Coverages,
 ) -> Result:
     parts = _run(trace, plan, work, store, progress)
     result = gather(trace, plan, work, parts, warnings, covered)

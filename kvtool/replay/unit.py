@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -21,14 +22,16 @@ from kvtool.replay.events import event_entries
 from kvtool.replay.landmarks import about
 from kvtool.replay.notes import note_thinned, note_unit, without_effect
 from kvtool.replay.parts import Part, Partial
-from kvtool.replay.plan import Cell, Plan
+from kvtool.replay.plan import CONTROLS, Cell, Plan
 from kvtool.replay.telemetry import telemetry_entries
 from kvtool.replay.timeline import NAME as TIMELINE
 from kvtool.replay.timeline import binned, bins
+from kvtool.replay.work import evaluated_from
 from kvtool.retained import DEADLINE, Event, RetainedSet
 from kvtool.schedule import Schedule
 from kvtool.trace import Sequence
 
+FLAGS = ("no_effect", "window_decided")  # why the numbers of a cell say nothing of its policy
 MOST_SPANS = 64  # events of a cell that get entries of their own
 METRICS: dict[str, int] = {name: built_in_metrics()[name].version for name in BUILT_IN}
 
@@ -47,8 +50,9 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
     steps = layer.query_steps[layer.query_steps >= step]
     decided = decide_cells(sequence, layer, plan, step)
     positions = [cell.policy.positions for cell in plan.cells]
-    mass = _future_mass(layer, steps)
-    errors = evaluate_cells(layer, decided, steps, positions, mode=plan.evaluate, future_mass=mass)
+    errors = evaluate_cells(layer, decided, steps, positions, mode=plan.evaluate)
+    starts = {schedule: evaluated_from(schedule, sequence) for schedule in plan.schedules}
+    masses = {start: _future_mass(layer, steps[steps >= start]) for start in set(starts.values())}
     tables: dict[str, list[dict[str, Any]]] = {"layers": [], "rows": [], "ages": [], "evict_steps": []}
     partials: list[Partial] = []
     spans: list[dict[int, Partial]] = []
@@ -58,25 +62,32 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
     for cell, retained, found in zip(plan.cells, decided, errors, strict=True):
         key = {"sequence": sequence.index, **cell.key(plan), **achieved_of(retained), "event": None, "layer": layer_id}
         keys.append(key)
-        whole = _measure(cell, layer, donor, retained, found, key, tables)
+        start = starts[cell.schedule]
+        mine = replace(found.between(start, layer.tokens), future_mass=masses[start])
+        if cell.policy.positions != "original":
+            mine = replace(mine, future_mass=None)
+        whole = _measure(cell, layer, donor, retained, mine, key, tables)
         counts = {"ties": sum(int(event.ties.sum()) for event in retained.events), **counts_of(retained, layer.tokens)}
         missing = without_effect(cell, retained, donor.geometry)
-        tables["layers"][-1] |= {**counts, "no_effect": missing is not None}
-        whole["counts"] = _stored({**counts, "achieved": key["achieved"], "no_effect": int(missing is not None)})
+        counts |= {"no_effect": int(missing is not None), "evaluated_from": start}
+        counts["window_decided"] = int(0 < counts["events"] == counts["fallbacks"])
+        flags = {name: bool(counts[name]) for name in FLAGS}
+        tables["layers"][-1] |= {**counts, **flags}
+        whole["counts"] = _stored({**counts, "achieved": key["achieved"]})
         if plan.repeats:
             whole[TIMELINE] = binned(found, retained, layer.geometry, bins(step, layer.tokens, plan.bin_steps))
         partials.append(whole)
         spans.append({})
-        for start, stop in told_apart(cell.schedule, retained, layer):
-            if not bool(((steps >= start) & (steps < stop)).any()):
+        for begin, stop in told_apart(cell.schedule, retained, layer):
+            if not bool(((steps >= begin) & (steps < stop)).any()):
                 continue
-            at = next((event for event in retained.events if event.step == start), None)
-            here = {**key, **achieved_of(RetainedSet(retained.evict_step, [at] if at else [])), "event": start}
-            part = _measure(cell, layer, donor, retained, found.between(start, stop), here, tables, at)
+            at = next((event for event in retained.events if event.step == begin), None)
+            here = {**key, **achieved_of(RetainedSet(retained.evict_step, [at] if at else [])), "event": begin}
+            part = _measure(cell, layer, donor, retained, found.between(begin, stop), here, tables, at)
             counted = {"ties": 0 if at is None else int(at.ties.sum()), **_counts_at(at)}
-            tables["layers"][-1] |= counted
+            tables["layers"][-1] |= {**counted, **flags, "evaluated_from": start}
             part["counts"] = _stored({**counted, "achieved": here["achieved"]})
-            spans[-1][start] = part
+            spans[-1][begin] = part
         tables["ages"] += _ages(key, retained, donor, plan)
         tables["evict_steps"] += decision_entries(key, retained)
         notes += note_unit(cell, retained, donor.geometry, sequence.index, layer_id)
@@ -84,7 +95,7 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
     if any(each.landmarks for each in sequence.trace.sequences):
         tables["landmarks"] = landmarks
     if plan.repeats:
-        tables["events"] = event_entries(keys, plan.cells, layer, decided, errors)
+        tables["events"] = event_entries(keys, plan.cells, layer, donor.geometry, decided, errors)
         tables["cache"] = [
             entry for key, retained in zip(keys, decided, strict=True) for entry in _cache(key, retained, layer, steps)
         ]
@@ -165,7 +176,8 @@ def counts_of(retained: RetainedSet, tokens: int) -> dict[str, float]:
 
 
 def _stored(counts: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: torch.tensor(math.nan if value is None else float(value)) for name, value in counts.items()}
+    known = {name: math.nan if value is None else float(value) for name, value in counts.items()}
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
 
 
 def _counts_at(event: Event | None) -> dict[str, float | None]:
@@ -185,7 +197,8 @@ def decide_cells(sequence: Sequence, layer: Layer, plan: Plan, step: int) -> lis
     decided: list[RetainedSet] = []
     for label, policy in plan.policies:
         for schedule in plan.schedules:
-            decided += run_schedule(donor, label, policy, plan.budgets, plan.rules(schedule), ahead)
+            rules = plan.rules(schedule, control=label in CONTROLS)
+            decided += run_schedule(donor, label, policy, plan.budgets, rules, ahead)
     return decided
 
 

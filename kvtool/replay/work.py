@@ -8,7 +8,9 @@ from kvtool.errors import KvtoolError
 from kvtool.replay.decide import donor_of
 from kvtool.replay.plan import Plan
 from kvtool.replay.serving import missing_for
+from kvtool.schedule import Schedule
 from kvtool.trace import Sequence, Trace
+from kvtool.words import parse_ids
 
 
 def work_of(
@@ -41,20 +43,28 @@ def work_of(
 
 
 def first_step(sequence: Sequence, plan: Plan) -> int:
-    """The earliest event of any schedule on any layer of the sequence, where evaluation starts, the same for all
-    cells; the end of the prompt where no event ever runs.
+    """The earliest step that any cell of the sequence is evaluated at.
 
     Raises:
         KvtoolError: code `no-queries`.
     """
+    return min(evaluated_from(schedule, sequence) for schedule in plan.schedules)
+
+
+def evaluated_from(schedule: Schedule, sequence: Sequence) -> int:
+    """Where the evaluation of a cell starts: at the schedule's first event on any layer of the sequence, whatever
+    else the run compares; at the end of the prompt where no event ever runs.
+
+    Raises:
+        KvtoolError: code `no-queries`.
+    """
+    schedule.check(sequence.prompt_length, sequence.length)
     found = []
-    for schedule in plan.schedules:
-        schedule.check(sequence.prompt_length, sequence.length)
-        for layer_id in sequence.layer_ids:
-            geometry = sequence.geometry(layer_id)
-            if geometry.kv_source is not None:
-                geometry = sequence.geometry(geometry.kv_source)
-            found.append(schedule.first_event(geometry, sequence.prompt_length, sequence.length))
+    for layer_id in sequence.layer_ids:
+        geometry = sequence.geometry(layer_id)
+        if geometry.kv_source is not None:
+            geometry = sequence.geometry(geometry.kv_source)
+        found.append(schedule.first_event(geometry, sequence.prompt_length, sequence.length))
     known = [step for step in found if step is not None]
     if not known and sequence.prompt_length >= sequence.length:
         raise KvtoolError(
@@ -68,7 +78,8 @@ def first_step(sequence: Sequence, plan: Plan) -> int:
 def _pick(wanted: Iterable[int] | None, known: list[int], noun: str) -> list[int]:
     if wanted is None:
         return known
-    chosen = list(wanted)
+    chosen = parse_ids(wanted, f"{noun}s") if isinstance(wanted, str) else list(wanted)
+    assert chosen is not None
     unknown = [i for i in chosen if i not in known]
     if unknown or not chosen:
         raise KvtoolError(
@@ -77,6 +88,19 @@ def _pick(wanted: Iterable[int] | None, known: list[int], noun: str) -> list[int
             f"it has {', '.join(map(str, known))}",
         )
     return chosen
+
+
+def unequal_starts(plan: Plan, work: list[tuple[Sequence, int, int]]) -> list[str]:
+    """A warning where schedules are measured on different steps of a sequence."""
+    for sequence in {sequence.index: sequence for sequence, _, _ in work}.values():
+        starts = {str(schedule): evaluated_from(schedule, sequence) for schedule in plan.schedules}
+        if len(set(starts.values())) > 1:
+            said = ", ".join(f"{word} from step {step}" for word, step in starts.items())
+            return [
+                f"schedules are measured from their own first event on (sequence {sequence.index}: {said}), so their "
+                "numbers speak of different steps"
+            ]
+    return []
 
 
 def servable(plan: Plan, work: list[tuple[Sequence, int, int]], optional: bool) -> tuple[Plan, list[str]]:

@@ -68,7 +68,7 @@ def _line(key: tuple[Any, ...], entries: list[dict[str, Any]]) -> AgeLine:
         heads[entry["sequence"], entry["layer"], entry["kv_head"]].append(entry)
     last = [max(mine, key=lambda entry: int(entry["event"])) for mine in heads.values()]
     shown = told or ends
-    pooled = sum(entry["pool_tokens"] for entry in told)
+    pooled = sum(entry["turnover_candidates"] for entry in ends)  # of all events, told or not
     return AgeLine(
         policy=policy,
         schedule=schedule,
@@ -81,7 +81,7 @@ def _line(key: tuple[Any, ...], entries: list[dict[str, Any]]) -> AgeLine:
         sinks=mean_over_heads(shown, "kept_sinks_share"),
         window=mean_over_heads(shown, "kept_window_share"),
         flexible=mean_over_heads(shown, "kept_flexible_share"),
-        turnover=sum(e["pool_tokens"] - e["kept_tokens"] for e in told) / pooled if pooled else None,
+        turnover=sum((e["turnover"] or 0.0) * e["turnover_candidates"] for e in ends) / pooled if pooled else None,
         frozen=sum(entry["frozen"] for entry in last) / len(last) if last else None,
         survival={part: _survival(ends, part) for part in ("prompt", "decode")},
         histogram=[sum(column) for column in zip_longest(*(e["kept_age_histogram"] for e in shown), fillvalue=0)],

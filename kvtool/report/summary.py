@@ -26,6 +26,7 @@ class Line:
         low, high: smallest and largest error of a layer (the spread).
         worst: (layer, query head, output_error) of the worst head, or None.
         no_effect: eviction was asked for and none happened: the line is never ranked.
+        window_decided: every event fell back to the sliding window: the numbers are that window's, and not ranked.
     """
 
     policy: str
@@ -50,6 +51,7 @@ class Line:
     peak_cache_tokens: float | None = None
     peak_cache_bytes: float | None = None
     no_effect: bool = False
+    window_decided: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def sections(result: Result) -> list[Section]:
         line = Line(
             policy=cell["policy"],
             oracle=bool(cell["oracle"]),
-            rank=None if cell["no_effect"] else cell[order],
+            rank=None if cell["no_effect"] or cell["window_decided"] else cell[order],
             kl=cell["predicted_kl"],
             kl_se=cell["predicted_kl_se"],
             kl_w32=cell["predicted_kl_w32"],
@@ -155,7 +157,9 @@ def sections(result: Result) -> list[Section]:
             achieved=cell["achieved"],
             candidates=cell["candidates"],
             ties=cell["ties"],
-            **{name: cell[name] for name in ("schedule", "events", "fallbacks", "no_effect", *_CACHE)},
+            **{
+                name: cell[name] for name in ("schedule", "events", "fallbacks", "no_effect", "window_decided", *_CACHE)
+            },
         )
         grouped.setdefault((cell["ratio"], cell["budget"]), []).append(line)
     return [
@@ -216,6 +220,9 @@ def verdicts(result: Result) -> list[str]:
         if best is None and section.contenders and all(ln.no_effect for ln in section.contenders):
             said.append(f"{section.asked}: no policy had an effect, so nothing is ranked")
             continue
+        if best is None and any(ln.window_decided for ln in section.contenders):
+            said.append(f"{section.asked}: the sliding window decided every event, so no policy is ranked")
+            continue
         if best is None or best.rank is None:
             said.append(f"{section.asked}: no policy besides the controls and oracles was measured")
             continue
@@ -230,7 +237,9 @@ def verdicts(result: Result) -> list[str]:
             continue
         text = f"{section.asked}: {named(best, several)} {wins} {said_of(best.rank)}{' nats per step' if kl else ''}"
         if chance is not None and best.rank > 0:
-            text += f", {chance / best.rank:.1f}x below random{_noise(best, random)}"
+            times = chance / best.rank
+            text += f", {times:.1f}x below random" if times >= 1.05 else ", hardly better than random"
+            text += _noise(best, random)
         others = [ln for ln in section.contenders if ln.policy != best.policy and ln.rank is not None]
         if others and others[0].rank is not None:
             text += f"; next {named(others[0], several)} {said_of(others[0].rank)}{_noise(best, others[0])}"

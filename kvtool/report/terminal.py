@@ -40,9 +40,10 @@ _GIVES_WAY = (
 def _cells(line: Line, best: bool) -> dict[str, str]:
     """One line of the table by column."""
     name = line.policy + ("  (oracle)" if line.oracle else "") + ("  best" if best else "")
+    name += "  (window decided)" if line.window_decided else ""
     found = {
         "policy": name,
-        "schedule": line.schedule,
+        "schedule": "-" if line.policy == "full" else line.schedule,
         "predicted KL": _nats(line.kl, line.kl_se),
         "w32": _nats(line.kl_w32),
         "error": _number(line.error),
@@ -103,7 +104,9 @@ def replay_table(result: Result, width: int | None = None) -> list[Any]:
         place = offered.index("regret")
         offered = [*offered[:place], *_REPEATING, *offered[place + 1 :]]  # no regret of several events
     always = ["policy", *(["schedule"] if any(len(section.schedules) > 1 for section in found) else [])]
-    columns = fitting(offered, [cells for _, _, cells in lines], width, always=always, gives_way=_GIVES_WAY)
+    fell_back = any(line.fallbacks for _, line, _ in lines)  # then the column is no matter of room
+    gives_way = [name for name in _GIVES_WAY if not (fell_back and name == "fallbacks")]
+    columns = fitting(offered, [cells for _, _, cells in lines], width, always=always, gives_way=gives_way)
     caption = " ".join(_captions(metric, columns))
     manifest = result.manifest
     count = manifest["sequences"]["count"]

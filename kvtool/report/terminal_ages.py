@@ -89,7 +89,10 @@ def _table(lines: list[AgeLine], width: int | None) -> list[Any]:
         table.add_column(name, justify="left" if left else "right", no_wrap=name != "policy", overflow="fold")
     for row in rows:
         table.add_row(*(Text(row[name]) for name in (*always, *columns)))
-    said = "Rows since a token was written, after an event; weighted by tokens. Shares of what is kept in %."
+    said = (
+        "Rows since a token was written: means over all events, right after each, weighted by tokens; full has the end "
+        "of the trace alone. Shares of what is kept in %."
+    )
     if "turnover" in columns:
         said += " Turnover: candidates that an event evicts."
     if "frozen" in columns:

@@ -70,8 +70,8 @@ def over_time(result: Result, width: int | None = None) -> list[Any]:
             if span not in spans[entry["sequence"]]:
                 spans[entry["sequence"]].append(span)
     steps = "; ".join(dict.fromkeys(f"steps {known[0][0]} to {known[-1][1] - 1}" for known in spans.values()))
-    if steps.count(";") > 2:
-        steps = f"{len(spans)} sequences, first to last step"
+    if ";" in steps:
+        steps = f"mean of {len(spans)} sequences, each from its first to its last step"
     found: list[Any] = []
     for section in sections(result):
         several = len(section.schedules) > 1

@@ -8,7 +8,7 @@ SHARE = 0.97
 
 
 def saturated_token(size: Size) -> Scene:
-    """One early row gets at least 97 % of the attention of every query behind it, by a coefficient that is the same
+    """One early row gets about 97 % of the attention of every query behind it, by a coefficient that is the same
     in all of them.
 
     Its weight a is near 1, so the derivative a (1 - a) is near 0, and its logit does not vary with the query: it does

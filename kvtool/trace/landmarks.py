@@ -23,6 +23,8 @@ def check_landmarks(values: Any, where: str, length: int) -> None:
     if not isinstance(values, dict) or not 0 < len(values) <= MOST_LANDMARKS or "" in values:
         raise KvtoolError("trace-unsafe", f"{where} has landmarks that are no object of 1 to {MOST_LANDMARKS} names")
     for name, rows in values.items():
+        if not name.isprintable():  # it goes to terminals
+            raise KvtoolError("trace-unsafe", f"{where} has a landmark whose name is not printable: {name[:40]!r}")
         whole = isinstance(rows, list) and all(isinstance(r, int) and not isinstance(r, bool) for r in rows)
         if not whole or not rows or rows != sorted(set(rows)) or rows[0] < 0 or rows[-1] >= length:
             raise KvtoolError(
@@ -42,8 +44,8 @@ def check_synthetic(values: Any, where: str) -> None:
     fields = Fields(values, SYNTHETIC_FIELDS, f"{where}: synthetic")
     for name in ("name", "answer"):
         fields.require(name)
-        if not isinstance(fields.values[name], str) or not fields.values[name]:
-            raise fields.fault(f"has {name} that is no text")
+        if not isinstance(fields.values[name], str) or not fields.values[name] or not fields.values[name].isprintable():
+            raise fields.fault(f"has {name} that is no printable text")
     seed = fields.values.get("seed")
     if seed is None or isinstance(seed, bool) or not isinstance(seed, int):
         raise fields.fault("has a seed that is no whole number")

@@ -229,7 +229,7 @@ def test_every_kind_of_model_decides_for_itself(folder, traced, name):
 
 
 def test_the_trace_decides_as_replay_does(folder, traced):
-    schedules = ["every:4", "high-water:30/after"]
+    schedules = ["every:4", "high-water:30"]
     found = live(folder("gemma3"), traced("gemma3"), ["tova"], schedules=schedules, chunk=5, **OPTIONS)
     opened = replay(traced("gemma3"), ["tova"], schedules=schedules, **OPTIONS)
 

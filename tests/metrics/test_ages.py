@@ -56,7 +56,8 @@ def test_an_entry_for_every_event_and_head_and_one_for_the_end() -> None:
 def test_pools_and_survivors_against_a_loop(window: int | None) -> None:
     retained = random_run(63, [30, 40, 50], window)
     geometry = FULL if window is None else sliding(window)
-    for entry in run(retained, geometry):
+    found = run(retained, geometry)
+    for entry in found:
         leaves = retained.evict_step[entry["kv_head"]].tolist()
         step = 63 if entry["event"] is None else entry["event"]
         seen = [p for p in range(step) if window is None or step - p < window]
@@ -79,7 +80,11 @@ def test_pools_and_survivors_against_a_loop(window: int | None) -> None:
         shares = [entry[f"kept_{part}_share"] * len(kept) for part in ("sinks", "window", "flexible")]
         assert shares == pytest.approx([sinks, recent, len(kept) - sinks - recent])
         if entry["event"] is None:
-            assert entry["turnover"] is None
+            told = [e for e in found if e["kv_head"] == entry["kv_head"] and e["event"] is not None]
+            candidates = sum(e["pool_tokens"] for e in told)
+            assert entry["turnover_candidates"] == candidates
+            lost = sum(e["pool_tokens"] - e["kept_tokens"] for e in told)
+            assert entry["turnover"] == pytest.approx(lost / candidates, rel=1e-14)
         else:
             assert entry["turnover"] == pytest.approx((len(pool) - len(kept)) / len(pool), rel=1e-14)
 

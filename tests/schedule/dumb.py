@@ -135,7 +135,7 @@ def simulate(
         if all(len(mine) <= limit for mine in rows):
             continue
         first, newest = own(limit)
-        first, newest = max(first, sinks), max(newest, window) + delay
+        first, newest = max(first, sinks), max(newest, window + delay)
         judged = [[float(i) for i in rows[g]] if too_slow else scores(cache, e, g, rows[g]) for g in cache.kv_heads]
         if block > 1:
             stay = [pages(rows[0], judged, limit, block, first, newest, e)] * len(rows)

@@ -53,9 +53,10 @@ def dumb(trace: Trace) -> dict[tuple[int, int, str, str], Cache]:
     return found
 
 
-def first_evaluated(dumb: dict[tuple[int, int, str, str], Cache], sequence: int) -> int:
-    """The earliest event anywhere in the sequence: all cells are measured from there."""
-    return min(cache.events[0] for key, cache in dumb.items() if key[0] == sequence and cache.events)
+def first_evaluated(dumb: dict[tuple[int, int, str, str], Cache], sequence: int, schedule: str) -> int:
+    """The earliest event of the schedule on any layer of the sequence: its cells are measured from there."""
+    mine = [cache for key, cache in dumb.items() if (key[0], key[3]) == (sequence, schedule)]
+    return min((cache.events[0] for cache in mine if cache.events), default=mine[0].layer.prompt_length)
 
 
 def table(result: Result, name: str) -> dict[tuple[int, int, str, str], list[dict[str, Any]]]:
@@ -83,7 +84,7 @@ def relative(found: list[tuple[float, float, float]]) -> float | None:
 def test_errors_of_the_run_and_of_every_span(result: Result, dumb: dict[tuple[int, int, str, str], Cache]) -> None:
     rows, spans = table(result, "rows"), 0
     for key, cache in dumb.items():
-        since = first_evaluated(dumb, key[0])
+        since = first_evaluated(dumb, key[0], key[3])
         measured = errors(cache, since)
         by_event: dict[int | None, dict[int, dict[str, Any]]] = defaultdict(dict)
         for row in rows[key]:
@@ -113,7 +114,7 @@ def test_heads_are_summed_before_the_layer_is_measured(
         projection = trace.sequences[0].layer(key[1], dtype=torch.float64).output_projection
         assert projection is not None
         lost, whole = [], []
-        for t in range(first_evaluated(dumb, 0), cache.tokens):
+        for t in range(first_evaluated(dumb, 0, key[3]), cache.tokens):
             sums = torch.zeros(2, projection.shape[2], dtype=torch.float64)
             for h in cache.heads:
                 everyone = [i for i in range(t + 1) if cache.sees(t, i)]
