@@ -180,9 +180,10 @@ def _combined(plan: Plan, key: dict[str, Any], partials: list[Partial], said: di
     for name in counted[0]:
         numbers = [float(one[name]) for one in counted if not math.isnan(one[name])]
         entry[name] = (fmean(numbers) if numbers else None) if name in COUNTED else int(sum(numbers))
-    for name in FLAGS:
-        if name in entry:
-            entry[name] = entry[name] == len(counted)
+    if "no_effect" in entry:  # a layer in which nothing left has no say in who decided
+        entry["no_effect"] = entry["no_effect"] == len(counted)
+        idle = sum(bool(one["no_effect"]) for one in counted)
+        entry["window_decided"] = 0 < entry["window_decided"] == len(counted) - idle
     return CellOf({**entry, **said}, by_metric)
 
 

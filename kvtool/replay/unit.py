@@ -70,7 +70,8 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
         counts = {"ties": sum(int(event.ties.sum()) for event in retained.events), **counts_of(retained, layer.tokens)}
         missing = without_effect(cell, retained, donor.geometry)
         counts |= {"no_effect": int(missing is not None), "evaluated_from": start}
-        counts["window_decided"] = int(0 < counts["events"] == counts["fallbacks"])
+        evicting = sum(bool((e.found > e.achieved).any()) for e in retained.events if e.found is not None)
+        counts["window_decided"] = int(0 < evicting == counts["fallbacks"])
         flags = {name: bool(counts[name]) for name in FLAGS}
         tables["layers"][-1] |= {**counts, **flags}
         whole["counts"] = _stored({**counts, "achieved": key["achieved"]})
