@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -101,13 +102,18 @@ def score_caches(
     a policy scores each KV head by itself, or gives all heads the same tokens, which have one length.
     """
     found = []
-    for length in dict.fromkeys(len(mine) for mine in rows):
-        heads = [head for head, mine in enumerate(rows) if len(mine) == length]
-        tokens = torch.stack([mine if len(mine) == length else rows[heads[0]] for mine in rows])
+    for heads, tokens in _by_length(rows):
         view = View(layer, step, tokens, step, torch.full_like(tokens, layer.tokens), ahead)
         scores = scores_with(label, policy, layer, view, state)
         found.append(Scored(view, heads, scores, diagnoses_of(label, policy, layer, view, state), state))
     return found
+
+
+def _by_length(rows: Many[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+    """(heads, tokens [Hk, N]) for every length N of the heads' candidates; heads of another length are filled."""
+    for length in dict.fromkeys(len(mine) for mine in rows):
+        heads = [head for head, mine in enumerate(rows) if len(mine) == length]
+        yield heads, torch.stack([mine if len(mine) == length else rows[heads[0]] for mine in rows])
 
 
 def choose(
@@ -166,9 +172,7 @@ def newest(
 ) -> Choice:
     """The sliding window, where the policy took too long."""
     scored = []
-    for length in dict.fromkeys(len(mine) for mine in rows):
-        heads = [head for head, mine in enumerate(rows) if len(mine) == length]
-        tokens = torch.stack([mine if len(mine) == length else rows[heads[0]] for mine in rows])
+    for heads, tokens in _by_length(rows):
         view = View(layer, step, tokens, step, torch.full_like(tokens, layer.tokens))
         scored.append(Scored(view, heads, tokens.to(torch.float64), {}))
     choice = choose(label, Policy(), layer, scored, allowed, shield, block=block)

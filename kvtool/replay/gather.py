@@ -142,11 +142,12 @@ def cell_entries(plan: Plan, work: Work, parts: list[Part], covered: Coverages) 
                 here = {**first, "event": event}
                 said = _described(covered.since(sequence, event))
                 spans.setdefault(event, []).append(_combined(plan, here, [one[event] for one in events], said))
-        flags = {one.entry["sequence"]: {name: one.entry[name] for name in FLAGS} for one in whole}
+        of_cell = (*FLAGS, "evaluated_from")  # said of every span of a cell too
+        flags = {one.entry["sequence"]: {name: one.entry[name] for name in of_cell} for one in whole}
         found = [one.entry for one in whole]
         together = over_sequences({sequence: covered.since(sequence, step) for sequence, step in begun.items()})
         found.append(_mean(plan, {"sequence": None, **key}, whole, together))
-        flags[None] = {name: found[-1][name] for name in FLAGS}
+        flags[None] = {name: found[-1][name] for name in of_cell}
         for event, members in sorted(spans.items()):
             found += [one.entry for one in members]
             if len(members) == len(whole):

@@ -52,7 +52,8 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
     positions = [cell.policy.positions for cell in plan.cells]
     errors = evaluate_cells(layer, decided, steps, positions, mode=plan.evaluate)
     starts = {schedule: evaluated_from(schedule, sequence) for schedule in plan.schedules}
-    masses = {start: _future_mass(layer, steps[steps >= start]) for start in set(starts.values())}
+    once = {starts[schedule] for schedule in plan.schedules if not schedule.repeats}  # only one event has a regret
+    masses = {start: _future_mass(layer, steps[steps >= start]) for start in once}
     tables: dict[str, list[dict[str, Any]]] = {"layers": [], "rows": [], "ages": [], "evict_steps": []}
     partials: list[Partial] = []
     spans: list[dict[int, Partial]] = []
@@ -63,9 +64,9 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
         key = {"sequence": sequence.index, **cell.key(plan), **achieved_of(retained), "event": None, "layer": layer_id}
         keys.append(key)
         start = starts[cell.schedule]
-        mine = replace(found.between(start, layer.tokens), future_mass=masses[start])
-        if cell.policy.positions != "original":
-            mine = replace(mine, future_mass=None)
+        mine = found.between(start, layer.tokens)
+        if not cell.schedule.repeats and cell.policy.positions == "original":
+            mine = replace(mine, future_mass=masses[start])
         whole = _measure(cell, layer, donor, retained, mine, key, tables)
         counts = {"ties": sum(int(event.ties.sum()) for event in retained.events), **counts_of(retained, layer.tokens)}
         missing = without_effect(cell, retained, donor.geometry)

@@ -24,31 +24,23 @@ def work_of(
         if sequence.index not in chosen:
             continue
         try:
-            step = first_step(sequence, plan)
+            starts = [evaluated_from(schedule, sequence) for schedule in plan.schedules]
         except KvtoolError as error:
             raise KvtoolError(error.code, f"sequence {sequence.index}: {error.message}", error.hint) from None
         for layer_id in sequence.layer_ids:
             if layer_id not in chosen_layers:
                 continue
-            if not bool((sequence.layer(layer_id).query_steps >= step).any()):
+            last = max(starts)  # of the schedule that starts last
+            if not bool((sequence.layer(layer_id).query_steps >= last).any()):
                 raise KvtoolError(
                     "no-queries",
-                    f"sequence {sequence.index}, layer {layer_id}: no query at or after the event at step {step}",
+                    f"sequence {sequence.index}, layer {layer_id}: no query at or after the event at step {last}",
                     "choose an earlier --evict-at, or capture with --max-new-tokens or --eval-tokens",
                 )
-            work.append((sequence, layer_id, step))
+            work.append((sequence, layer_id, min(starts)))
     if not work:
         raise KvtoolError("usage", "no captured layer is left to replay")
     return work
-
-
-def first_step(sequence: Sequence, plan: Plan) -> int:
-    """The earliest step that any cell of the sequence is evaluated at.
-
-    Raises:
-        KvtoolError: code `no-queries`.
-    """
-    return min(evaluated_from(schedule, sequence) for schedule in plan.schedules)
 
 
 def evaluated_from(schedule: Schedule, sequence: Sequence) -> int:
@@ -59,12 +51,11 @@ def evaluated_from(schedule: Schedule, sequence: Sequence) -> int:
         KvtoolError: code `no-queries`.
     """
     schedule.check(sequence.prompt_length, sequence.length)
-    found = []
-    for layer_id in sequence.layer_ids:
-        geometry = sequence.geometry(layer_id)
-        if geometry.kv_source is not None:
-            geometry = sequence.geometry(geometry.kv_source)
-        found.append(schedule.first_event(geometry, sequence.prompt_length, sequence.length))
+    geometries = [sequence.geometry(layer_id) for layer_id in sequence.layer_ids]
+    caches = [g if g.kv_source is None else sequence.geometry(g.kv_source) for g in geometries]
+    # Layers that see the same rows have the same first event: one of each kind is asked.
+    kinds = {(geometry.kind, geometry.window): geometry for geometry in caches}
+    found = [schedule.first_event(g, sequence.prompt_length, sequence.length) for g in kinds.values()]
     known = [step for step in found if step is not None]
     if not known and sequence.prompt_length >= sequence.length:
         raise KvtoolError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -111,15 +111,7 @@ def equal_cache_table(result: Result, found: list[Section], width: int | None = 
         row = {"policy": curve.policy, **dict(zip(titles, texts, strict=True))}
         rows.append(row | {"schedule": curve.schedule or ""})
     columns = fitting(titles, rows, width, always=always, gives_way=reversed(titles))
-    table = Table(
-        title="at equal mean cache",
-        title_justify="left",
-    )
-    for name in (*always, *columns):
-        left = name in always
-        table.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(row[name]) for name in (*always, *columns)))
+    table = _table("at equal mean cache", always, columns, rows)
     said = Text(
         f"{ordering_metric(result)} where a policy's own cells, on straight lines between them, hold that many tokens "
         "per KV head on average; - is out of their reach.",
@@ -151,18 +143,21 @@ def times_table(result: Result, width: int | None = None) -> list[Any]:
     offered = ["events", "eviction ms", *(f"{name} ms" for name in STAGES), "peak MB"]
     gives_way = ("events", "compaction ms", "selection ms", "peak MB", "factorisation ms", "scoring ms")
     columns = fitting(offered, rows, width, always=always, gives_way=gives_way)
-    table = Table(
-        title="times on this machine, per event and layer",
-        title_justify="left",
-    )
+    table = _table("times on this machine, per event and layer", always, columns, rows)
+    said = Text("p50 / p90 / p99 over events in milliseconds; they differ from run to run.", style="italic")
+    narrow = left_out(offered, columns)
+    return [table, said] if narrow is None else [table, said, Text(narrow, style="italic")]
+
+
+def _table(title: str, always: Sequence[str], columns: Sequence[str], rows: list[dict[str, str]]) -> Table:
+    """Names to the left, numbers to the right."""
+    table = Table(title=title, title_justify="left")
     for name in (*always, *columns):
         left = name in always
         table.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="fold")
     for row in rows:
         table.add_row(*(Text(row[name]) for name in (*always, *columns)))
-    said = Text("p50 / p90 / p99 over events in milliseconds; they differ from run to run.", style="italic")
-    narrow = left_out(offered, columns)
-    return [table, said] if narrow is None else [table, said, Text(narrow, style="italic")]
+    return table
 
 
 def _percentiles(values: Iterable[float]) -> str:
