@@ -16,7 +16,8 @@ STORED = ("counts", "timeline")  # what replay itself stores beside the metrics
 LEVELS = tuple(level for level in get_args(Level) if level != "kv_head")
 # Columns that replay and the policies write into the same tables.
 DIAGNOSED = ("rho", "jitter", "fallback")
-OTHERS = ("oracle", "digest", "margin", "evict_step", "predicted_kl_block", "predicted_kl_partial", *DIAGNOSED)
+TITLES = ("policy", "error", "mass", "regret", "w32", "kept")  # of the table that `kvtool replay` prints
+OTHERS = ("oracle", "digest", "margin", "evict_step", "predicted_kl_block", "predicted_kl_partial", *DIAGNOSED, *TITLES)
 FAMILIES = ("predicted_kl", "mean_layer_error", "mean_output_error")  # whose windows and kin start so
 
 
