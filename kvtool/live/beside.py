@@ -33,6 +33,7 @@ def replay_beside(
     if same and any(decided[_key(e, "layer", "kv_head")] != e["digest"] for e in tables["evict_steps"]):
         raise KvtoolError("internal", "replay and live run decided differently on the same trace")
     cells = result.entries("cells")
+    asked = [column for metric in plan.asked for column in metric.columns if column.level == "cell"]
     _fill(
         tables["cells"],
         cells,
@@ -41,6 +42,7 @@ def replay_beside(
             *predictors(cells[0]),
             "predicted_kl_block",
             "predicted_kl_partial",
+            *(column.name for column in asked),
             *(c for c in ERRORS if c not in cells[0]),
         ],
     )
@@ -48,8 +50,9 @@ def replay_beside(
     _fill(tables["layers"], result.entries("layers"), ("layer",), ["layer_error"])
     _fill(tables["rows"], result.entries("rows"), ("layer", "q_head"), ["output_error"])
     _fill_spans(tables["spans"], cells, result.entries("layers"))
+    further = [column.name for column in asked if column.direction == "lower"]
     counted = distinct(tables["cells"], tables["evict_steps"])
-    tables["calibration"] = [*calibrate(counted), *calibrate_spans(counted, tables["spans"])]
+    tables["calibration"] = [*calibrate(counted, further), *calibrate_spans(counted, tables["spans"])]
 
 
 def _average(cells: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:

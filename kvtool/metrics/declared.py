@@ -18,12 +18,17 @@ LEVELS = tuple(level for level in get_args(Level) if level != "kv_head")
 DIAGNOSED = ("rho", "jitter", "fallback")
 TITLES = ("policy", "error", "mass", "regret", "w32", "kept")  # of the table that `kvtool replay` prints
 OTHERS = ("oracle", "digest", "margin", "evict_step", "predicted_kl_block", "predicted_kl_partial", *DIAGNOSED, *TITLES)
-FAMILIES = ("predicted_kl", "mean_layer_error", "mean_output_error")  # whose windows and kin start so
+LIVE = (
+    *("decisions_differ", "evaluated_steps", "delta_nll", "top1_agreement", "top1_agrees"),
+    *("kl", "nll", "nll_full", "generated", "generated_same", "cells"),
+)
+# What starts so: windows and kin of built-in metrics, and what `kvtool live` measures.
+FAMILIES = ("predicted_kl", "mean_layer_error", "mean_output_error", "measured_", "closed_", "answer_")
 
 
 def taken() -> dict[str, str]:
     """Column name -> what has it already."""
-    found = dict.fromkeys((*KINDS, *COUNTS, *OTHERS), "a column of kvtool's tables")
+    found = dict.fromkeys((*KINDS, *COUNTS, *OTHERS, *LIVE), "a column of kvtool's tables")
     found |= dict.fromkeys(
         (name for place in (*PLACE.values(), *OWN.values()) for name in place), "a column of a table"
     )
