@@ -114,6 +114,13 @@ def test_a_module_that_is_not_there_is_a_broken_plug_in(install: Install) -> Non
     assert "ModuleNotFoundError" in entry_of("lame")["fault"]
 
 
+def test_a_property_that_fails_is_the_policys_fault(install: Install) -> None:
+    source = POLICY + "\n    @property\n    def needs(self):\n        return self.nothing\n"
+    install("half-done", "0.3", policies={"lame": "lame_trait:Newest"}, lame_trait=source)
+    assert "lame does not say its needs: AttributeError" in refused("lame", "policy-broken").message
+    assert "half-done 0.3" in entry_of("lame")["fault"]
+
+
 def test_listing_survives_what_naming_does_not(install: Install, capfd: pytest.CaptureFixture[str]) -> None:
     source = "print('hello from a package')\nraise RuntimeError('no good')\n"
     install("half-done", "0.3", policies={"lame": "loud:X"}, metrics={"lame_metric": "loud:X"}, loud=source)
