@@ -209,6 +209,9 @@ def test_switched_off_by_option_or_environment(
     monkeypatch.setenv("KVTOOL_NO_PLUGINS", "0")
     assert run(["policies", "newest"]) == 0  # the option held for its own command only
     assert not plugins.disabled()
+    with plugins.switched_off():  # what the caller decided is not undone by a command without the option
+        assert run(["policies", "newest"]) == 2
+        assert plugins.disabled()
 
 
 def test_metrics_are_listed_with_columns_and_origin(install: Install, tmp_path: Path) -> None:
