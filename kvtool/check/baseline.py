@@ -1,11 +1,12 @@
 """Baseline: what was found when somebody last said "this is right", as JSON that is read in reviews.
 
-{"jobs": {NAME: {"trace": digest, "settings": {…}, "metrics": {metric: version},
-                 "cells": {"snapkv @0.5 prompt-end sequence 0": {metric: number or null}},
-                 "decisions": {"snapkv @0.5 prompt-end sequence 0 layer 7":
-                               {"digest": 20 hex digits, "error": number or null, "heads": [8 hex digits per KV head],
-                                "kept": [rows never evicted], "near_ties": [tokens]}}}},
- "schema": "kvtool.baseline/1"}
+    {"jobs": {NAME: {"trace": digest, "settings": {…}, "metrics": {metric: version},
+                     "cells": {"snapkv @0.5 prompt-end sequence 0": {metric: number or null}},
+                     "decisions": {"snapkv @0.5 prompt-end sequence 0 layer 7": LAYER}}},
+     "schema": "kvtool.baseline/1"}
+
+where LAYER is {"digest": 20 hex digits, "error": number or null, "heads": [8 hex digits per KV head],
+"kept": [rows never evicted], "near_ties": [tokens]}.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def write_baseline(path: Path, jobs: Mapping[str, Mapping[str, Any]]) -> bool:
     Raises:
         KvtoolError: `disk-full` or `write-failed`; the former file is then untouched.
     """
-    raw = baseline_bytes(jobs)
+    raw, path = baseline_bytes(jobs), path.resolve()  # behind a link, not instead of it
     with writing(path, "the former baseline is whole; free some space and run it again"):
         if path.is_file() and path.read_bytes() == raw:
             return False

@@ -78,27 +78,29 @@ class Row:
     values: tuple[Value, ...]
     layers: tuple[LayerMove, ...]
 
+    def outcomes(self) -> set[Outcome]:
+        return {value.outcome for value in self.values} | {layer.outcome for layer in self.layers}
+
     @property
     def outcome(self) -> Outcome:
         """The one that must be looked at first."""
-        found = {part.outcome for part in (*self.values, *self.layers)}
+        found = self.outcomes()
         return next((outcome for outcome in ORDER if outcome in found), "same")
 
     @property
     def kind(self) -> Kind:
         """`behaviour` where decisions moved beyond ties, `numerics` where only numbers (or ties) did, `unknown` where
-        numbers moved and no decisions were compared."""
+        numbers moved and no decisions were compared, or one side has nothing to compare with."""
         kinds = {layer.kind for layer in self.layers}
-        if not kinds and any(value.outcome != "same" for value in self.values):
-            return "unknown"
-        if any(value.outcome != "same" for value in self.values):
-            kinds.add("numerics")
+        outcomes = {value.outcome for value in self.values} - {"same"}
+        if outcomes:
+            one_sided = outcomes <= {"missing", "new"}
+            kinds.add("unknown" if one_sided or not self.layers else "numerics")
         return next((kind for kind in KINDS if kind in kinds), "identical")
 
     def fails(self, strict: bool = False) -> bool:
         """Whether a part of it is no pass; with `strict` one that the baseline lacks is none either."""
-        outcomes = {part.outcome for part in (*self.values, *self.layers)}
-        return bool(outcomes & {*FAILING, *(("new",) if strict else ())})
+        return bool(self.outcomes() & {*FAILING, *(("new",) if strict else ())})
 
 
 def judge_value(old: Number, new: Number, tolerance: Tolerance, direction: Direction) -> Outcome:

@@ -25,7 +25,8 @@ def junit_xml(check: Check) -> bytes:
         root.set(name, str(sum(int(suite.get(name, "0")) for suite in root)))
     root.set("time", f"{sum(job.seconds for job in check.jobs):.3f}")
     ET.indent(root, " ")
-    return ET.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
+    raw: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
+    return raw + b"\n"
 
 
 def write_junit(check: Check, path: Path) -> None:
@@ -50,7 +51,7 @@ def writable(path: Path) -> None:
 
 def _suite(job: JobOutcome, stem: str, strict: bool, accepted: bool) -> ET.Element:
     suite = ET.Element("testsuite", name=_clean(job.name))
-    cases = suite_class = f"{stem}.{job.name}"
+    cases = f"{stem}.{job.name}"
     failures = errors = 0
     if job.error is not None:
         case = _case(suite, cases, "the job runs")
@@ -62,7 +63,7 @@ def _suite(job: JobOutcome, stem: str, strict: bool, accepted: bool) -> ET.Eleme
             _fault(case, "failure", "missing", f"the baseline has {job.gone} cells of a job that the suite lacks")
             failures += 1
     for row in job.rows:
-        case = _case(suite, suite_class, row.name)
+        case = _case(suite, cases, row.name)
         if row.fails(strict) and not accepted:
             _fault(case, "failure", f"{row.kind}: {row.outcome}", row_sentence(row))
             failures += 1

@@ -169,8 +169,8 @@ def _traces(suite: Suite) -> dict[str, Trace]:
             raise KvtoolError(
                 "trace-changed",
                 f"trace {name!r} ({wanted.path}) has the digest {trace.digest}, the suite expects {wanted.digest}",
-                f"bring the recorded trace back; if it was captured anew on purpose, write its digest into {suite.path} "
-                "and run --update",
+                "bring the recorded trace back; if it was captured anew on purpose, write its digest into "
+                f"{suite.path} and run --update",
             )
         if suite.verify:
             report = verify_bytes(wanted.path)

@@ -44,10 +44,9 @@ def layers_sentence(layers: list[LayerMove]) -> str:
     return ", ".join(words)
 
 
-def row_sentence(row: Row) -> str:
-    """What moved in one cell: its kind, its layers, its metrics. Metrics within tolerance are left out where another
-    is not."""
-    parts = []
+def decision_sentences(row: Row) -> list[str]:
+    """What became of the decisions of one cell, and where."""
+    said = []
     for outcome, words in (
         ("moved", "decisions moved in"),
         ("tie", "ties fell otherwise in"),
@@ -56,11 +55,20 @@ def row_sentence(row: Row) -> str:
     ):
         layers = [layer for layer in row.layers if layer.outcome == outcome]
         if layers:
-            parts.append(f"{words} {layers_sentence(layers)}")
+            said.append(f"{words} {layers_sentence(layers)}")
     numbers = [layer for layer in row.layers if layer.outcome == "same" and layer.kind == "numerics"]
-    if numbers and len(parts) == 0:
-        parts.append(f"same decisions, other numbers in {layers_sentence(numbers)}")
+    if numbers and not said:
+        said.append(f"same decisions, other numbers in {layers_sentence(numbers)}")
+    return said
+
+
+def value_sentences(row: Row) -> list[str]:
+    """What became of the metrics of one cell; those within tolerance only where no other moved."""
     loud = [value for value in row.values if value.outcome not in ("same", "within")]
-    shown = loud or [value for value in row.values if value.outcome == "within"]
-    parts += [value_sentence(value) for value in shown]
+    return [value_sentence(value) for value in loud or row.values if value.outcome != "same"]
+
+
+def row_sentence(row: Row) -> str:
+    """What moved in one cell: its kind, its layers, its metrics."""
+    parts = decision_sentences(row) + value_sentences(row)
     return f"{row.kind}: " + "; ".join(parts) if parts else "identical"

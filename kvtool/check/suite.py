@@ -48,7 +48,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Suite:
-    """A whole suite; `path` is the file as it was named, `folder` where its relative paths start."""
+    """A whole suite; `path` is the file as it was named, `folder` where its relative paths start, as an absolute path.
+    `verify`: whether every byte of the traces is checked, not their lengths alone.
+    """
 
     path: Path
     folder: Path
@@ -192,7 +194,7 @@ class _Reader:
 
     def suite(self, document: Mapping[str, Any]) -> Suite:
         top = self._table(document, "the suite ", TOP)
-        baseline = self._folder / self._value(_text, "", "baseline", self._needed(top, "", "baseline"))
+        baseline = self._file.parent / self._value(_text, "", "baseline", self._needed(top, "", "baseline"))
         traces = {
             name: self._trace(name, value)
             for name, value in self._table(self._needed(top, "", "traces"), "traces ").items()

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtool.check.outcome import Check, JobOutcome
-from kvtool.check.sentences import layers_sentence, row_sentence
+from kvtool.check.sentences import decision_sentences, value_sentences
 
 MOST_ROWS = 40  # of a job; --json has them all
 COLOURS = {"failed": "red", "missing": "red", "moved": "red", "worse": "red", "tie": "yellow", "new": "yellow"}
@@ -20,7 +20,7 @@ def check_views(check: Check) -> list[Any]:
     views: list[Any] = [_overview(check)]
     for job in check.jobs:
         loud = [row for row in job.rows if row.outcome not in QUIET]
-        if job.error is not None or job.gone or not loud:
+        if not loud or all(row.outcomes() <= {"new"} for row in job.rows):  # a whole new job: the overview says it
             continue
         views += ["", _moved(job, check)]
         if len(loud) > MOST_ROWS:
@@ -49,21 +49,19 @@ def _said(job: JobOutcome, fails: bool) -> Text:
 
 
 def _moved(job: JobOutcome, check: Check) -> Table:
-    """One line per cell; its kind and layers are named once, then each metric that moved."""
-    table = Table("cell", "kind", "outcome", "layers", "what", title=Text(job.name, style="bold"), title_justify="left")
-    loud = sorted(
-        (row for row in job.rows if row.outcome not in QUIET), key=lambda row: not row.fails(check.strict)
-    )  # stable: what fails comes first
+    """One line per cell; what fails comes first."""
+    table = Table(
+        "cell", "kind", "outcome", "decisions", "numbers", title=Text(job.name, style="bold"), title_justify="left"
+    )
+    loud = [row for row in job.rows if row.outcome not in QUIET]
+    loud.sort(key=lambda row: not row.fails(check.strict))
     for row in loud[:MOST_ROWS]:
-        layers = [layer for layer in row.layers if layer.kind != "identical"]
-        words = row_sentence(row).partition(": ")[2]
-        numbers = "; ".join(part for part in words.split("; ") if not part.startswith(("decisions", "ties", "same")))
         table.add_row(
             Text(row.name),
             row.kind,
             Text(row.outcome, style=COLOURS.get(row.outcome, "")),
-            Text(layers_sentence(layers) if layers else "-"),
-            Text(numbers or "-"),
+            Text("; ".join(decision_sentences(row)) or "-"),
+            Text("\n".join(value_sentences(row)) or "-"),
         )
     return table
 
