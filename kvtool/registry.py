@@ -1,16 +1,12 @@
-"""Registry: names of policies and metrics, and how a command-line word becomes a configured object."""
+"""Registry: how a command-line word becomes a configured policy or metric; kvtool.shelf says where its name leads."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
-import importlib.util
-import sys
 import types
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from kvtool.errors import KvtoolError
@@ -26,7 +22,7 @@ class Spec:
     parameters: Mapping[str, str]
 
 
-def split_spec(text: str) -> Spec:
+def split_spec(text: str, noun: str = "policy") -> Spec:
     """Parse `name:key=value,…` or `path/to/file.py:Class:key=value,…`. Values may hold colons."""
     text = text.strip()
     head, _, rest = text.partition(":")
@@ -34,14 +30,14 @@ def split_spec(text: str) -> Spec:
         cls, _, rest = rest.partition(":")
         head = f"{head}:{cls}"
     elif "/" in head or head.endswith(".txt"):
-        raise KvtoolError("policy-unknown", f"{head} is no Python file", "a policy of your own is file.py:Class")
+        raise KvtoolError(f"{noun}-unknown", f"{head} is no Python file", f"a {noun} of your own is file.py:Class")
     parameters: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in rest.split(","))):
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
-            raise KvtoolError("policy-parameter", f"{part!r} in {text!r} is not key=value")
+            raise KvtoolError(f"{noun}-parameter", f"{part!r} in {text!r} is not key=value")
         if key.strip() in parameters:
-            raise KvtoolError("policy-parameter", f"{key.strip()} is given twice in {text!r}")
+            raise KvtoolError(f"{noun}-parameter", f"{key.strip()} is given twice in {text!r}")
         parameters[key.strip()] = value.strip()
     return Spec(head.strip(), parameters)
 
@@ -101,70 +97,35 @@ def _typed(value: str, annotation: Any) -> Any:
     return value
 
 
-def configure(cls: type, spec: Spec) -> Any:
+def configure(cls: type, spec: Spec, noun: str = "policy") -> Any:
     """Build the dataclass `cls` from the words of `spec`.
 
     Raises:
-        KvtoolError: code `policy-parameter`; a wrong key lists the right ones.
+        KvtoolError: code `policy-parameter` (or `metric-parameter`); a wrong key lists the right ones.
     """
+    code = f"{noun}-parameter"
     hints = typing.get_type_hints(cls)
     fields = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
     arguments = {}
     for key, text in spec.parameters.items():
         if key not in fields:
             raise KvtoolError(
-                "policy-parameter",
+                code,
                 f"{spec.name} has no parameter {key!r}",
                 did_you_mean(key, sorted(fields)) if fields else f"{spec.name} takes no parameters",
             )
         try:
             arguments[key] = _typed(text, fields[key])
         except ValueError as error:
-            raise KvtoolError("policy-parameter", f"{spec.name}: {key}={text} should be {error}") from None
+            raise KvtoolError(code, f"{spec.name}: {key}={text} should be {error}") from None
     for f in dataclasses.fields(cls):
         missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if f.init and missing and f.name not in arguments:
-            raise KvtoolError("policy-parameter", f"{spec.name} needs {f.name}", f"write {spec.name}:{f.name}=…")
+            raise KvtoolError(code, f"{spec.name} needs {f.name}", f"write {spec.name}:{f.name}=…")
     try:
         return cls(**arguments)
     except ValueError as error:
-        raise KvtoolError("policy-parameter", f"{spec.name}: {error}") from None
-
-
-def load_class(spec_name: str, table: Mapping[str, str], noun: str) -> type:
-    """The class behind a built-in name (`module:Class` in `table`) or behind `file.py:Class`.
-
-    Raises:
-        KvtoolError: code `policy-unknown`.
-    """
-    head, _, class_name = spec_name.partition(":")
-    if head.endswith(".py"):
-        return _from_file(Path(head), class_name, noun)
-    if spec_name not in table:
-        raise KvtoolError("policy-unknown", f"there is no {noun} {spec_name!r}", did_you_mean(spec_name, sorted(table)))
-    module, _, attribute = table[spec_name].partition(":")
-    found: type = getattr(importlib.import_module(module), attribute)
-    return found
-
-
-def _from_file(path: Path, class_name: str, noun: str) -> type:
-    if not class_name:
-        raise KvtoolError("policy-unknown", f"{path} needs a class behind it", f"write {path}:ClassName")
-    if not path.is_file():
-        raise KvtoolError("file-missing", f"{path} does not exist")
-    module_spec = importlib.util.spec_from_file_location(f"kvtool_file_{path.stem}", path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look their module up there
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise KvtoolError("policy-unknown", f"{path} failed to load: {type(error).__name__}: {error}") from error
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
-        raise KvtoolError("policy-unknown", f"{path} holds no {noun} dataclass {class_name!r}")
-    return found
+        raise KvtoolError(code, f"{spec.name}: {error}") from None
 
 
 def spell(name: str, value: Any) -> str:

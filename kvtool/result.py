@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,10 @@ def _arrow(kind: str) -> pa.DataType:
     return found if one == kind else pa.list_(found)
 
 
-def _kind(name: str, values: list[Any]) -> pa.DataType | None:
+def _kind(name: str, values: list[Any], numbers: Collection[str]) -> pa.DataType | None:
     """The type of a column, from its name first: it must not depend on which layers or policies ran."""
+    if name in numbers:
+        return pa.float64()
     if name in KINDS:
         return _arrow(KINDS[name])
     if name.endswith(("_histogram", "_at_risk")):
@@ -68,8 +70,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def table_of(name: str, entries: Iterable[Mapping[str, Any]]) -> pa.Table:
-    """Entries as the Arrow table `name`: key and place columns typed, the others as their values say."""
+def table_of(name: str, entries: Iterable[Mapping[str, Any]], numbers: Collection[str] = ()) -> pa.Table:
+    """Entries as the Arrow table `name`: key and place columns typed, the others as their values say.
+
+    Args:
+        numbers: columns that are float64 whatever they are called.
+    """
     entries = [{key: _plain(value) for key, value in entry.items()} for entry in entries]
     fixed = OWN[name] if name in OWN else {**KEY, **PLACE[name]}
     others = list(dict.fromkeys(key for entry in entries for key in entry if key not in fixed))
@@ -78,7 +84,7 @@ def table_of(name: str, entries: Iterable[Mapping[str, Any]]) -> pa.Table:
     }
     for key in others:
         values = [entry.get(key) for entry in entries]
-        columns[key] = pa.array(values, type=_kind(key, values))
+        columns[key] = pa.array(values, type=_kind(key, values, numbers))
     return pa.table(columns)
 
 

@@ -21,7 +21,7 @@ from kvtool.replay.coverage import Coverages
 from kvtool.replay.gather import Work, arrow_tables, by_sequence, cell_entries
 from kvtool.replay.parts import Part, Store
 from kvtool.replay.plan import Plan
-from kvtool.replay.unit import METRICS, run_unit
+from kvtool.replay.unit import run_unit
 from kvtool.trace import Sequence, Trace
 
 SMALL = 1024  # tokens before an event up to which one thread is quicker: splitting costs more than the work
@@ -146,7 +146,7 @@ def _part(trace: Trace, sequence: Sequence, layer_id: int, step: int, plan: Plan
     """The unit's outcome, taken from the store where it was finished before."""
     if store is None:
         return run_unit(sequence, layer_id, plan, step)
-    common = {"trace": trace.digest, "plan": plan.describe(), "metrics": METRICS, **versions("torch")}
+    common = {"trace": trace.digest, "plan": plan.describe(), "metrics": plan.versions, **versions("torch")}
     name, key = f"{sequence.index:04d}-{layer_id:03d}", digest({**common, "unit": [sequence.index, layer_id]})
     part = store.load(name, key)
     if part is None:

@@ -65,6 +65,14 @@ def command(
             "--kl-window", help="With --calibrate: a further window of predicted_kl; repeatable.", rich_help_panel=_MORE
         ),
     ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            help="With --calibrate: a metric besides kvtool's own, as for kvtool replay; repeatable.",
+            rich_help_panel=_MORE,
+        ),
+    ] = None,
     layer_errors: Annotated[
         bool, typer.Option("--layer-errors", help="Attention error of every layer.", rich_help_panel=_MORE)
     ] = False,
@@ -140,6 +148,7 @@ def command(
             sequences=parse_ids(sequences, "--sequences"),
             precision=precision,
             kl_windows=kl_window or (),
+            metrics=metric or (),
             calibrate=calibrate,
             layer_errors=layer_errors,
             generate=generate,

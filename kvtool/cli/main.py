@@ -13,7 +13,8 @@ import traceback
 
 import typer
 
-from kvtool.cli import ablate, capture, check, import_, inspect, live, policies, replay, synth
+from kvtool import plugins
+from kvtool.cli import ablate, capture, check, import_, inspect, live, metrics, policies, replay, synth
 from kvtool.errors import KvtoolError
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command("import")(import_.command)
 app.command("synth")(synth.command)
 app.command("inspect")(inspect.command)
 app.command("policies")(policies.command)
+app.command("metrics")(metrics.command)
 app.command("replay")(replay.command)
 app.command("live")(live.command)
 app.command("ablate")(ablate.command)
@@ -49,9 +51,13 @@ def _version(wanted: bool) -> None:
 def options(
     verbose: int = typer.Option(0, "-v", "--verbose", count=True, help="Say more; -vv shows tracebacks."),
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    no_plugins: bool = typer.Option(
+        False, "--no-plugins", help="Leave out policies and metrics of other packages; also KVTOOL_NO_PLUGINS=1."
+    ),
 ) -> None:
     global verbosity
     verbosity = verbose
+    plugins.switch_off(no_plugins)
 
 
 def _say(message: str, hint: str | None, code: str) -> None:
@@ -78,6 +84,11 @@ def run(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 good, 1 finding, 2 anything wrong, 130 interrupted."""
     global verbosity
     verbosity = 0
+    with plugins.switched_off(False):  # what --no-plugins says holds for this command
+        return _run(arguments)
+
+
+def _run(arguments: list[str] | None) -> int:
     try:
         outcome = app(args=arguments, standalone_mode=False)
         sys.stdout.flush()

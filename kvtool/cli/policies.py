@@ -13,8 +13,9 @@ def command(
 ) -> None:
     """List the policies, or explain one."""
     from kvtool.cli.console import answer, hint, json_answer
+    from kvtool.plugins import unreadable
     from kvtool.policies import describe_policies
-    from kvtool.report.terminal import policies_table, policy_page
+    from kvtool.report.terminal_lists import policies_table, policy_page
 
     described = describe_policies([name] if name else None)
     if as_json:
@@ -23,5 +24,10 @@ def command(
         answer(*policy_page(described[0]))
     else:
         answer(policies_table(described))
+    for policy in described:
+        if policy["fault"]:
+            hint("warning", policy["fault"])
+    for sentence in unreadable():
+        hint("warning", sentence)
     example = name or "snapkv"
     hint("next", f"kvtool replay run.zarr -p {example} -r 0.5")

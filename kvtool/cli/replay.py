@@ -71,6 +71,12 @@ def command(
     samples: Annotated[int, typer.Option(help="Sub-caches per KV head for exact search; 0 leaves it out.")] = 64,
     pool: Annotated[int, typer.Option(help="Tokens of a sub-cache.")] = 16,
     keep: Annotated[int, typer.Option(help="Tokens of a sub-cache that are kept.")] = 8,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric", help="A metric besides kvtool's own: a plug-in's name:key=value,… or file.py:Class; repeatable."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto or cpu: the plain torch reference.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
     output: Annotated[
@@ -126,6 +132,7 @@ def command(
             samples=samples,
             pool=pool,
             keep=keep,
+            metrics=metric or (),
             device=device,
             output=output,
             force=force,

@@ -10,7 +10,7 @@ from kvtool.errors import KvtoolError
 from kvtool.live.calibration import AVERAGED, ERRORS, calibrate, calibrate_spans, distinct, predictors
 from kvtool.live.tables import Entries
 from kvtool.replay.plan import Plan
-from kvtool.replay.run import replay
+from kvtool.replay.run import replayed
 from kvtool.trace import Sequence, Trace
 
 PREDICTED = ("predicted_kl", "predicted_kl_se")
@@ -28,24 +28,12 @@ def replay_beside(
     Raises:
         KvtoolError: code `internal` where the replay decided otherwise than the live run.
     """
-    result = replay(
-        trace,
-        [label for label, _ in plan.policies],
-        ratios=[budget.ratio for budget in plan.budgets if budget.ratio is not None],
-        budgets=[budget.tokens for budget in plan.budgets if budget.tokens is not None],
-        schedules=[str(schedule) for schedule in plan.schedules],
-        prefix=plan.prefix,
-        sinks=plan.protection.sinks,
-        window=plan.protection.window,
-        layers=sorted({layer for _, layer, _ in work}),
-        sequences=sorted({sequence.index for sequence, _, _ in work}),
-        precision=plan.precision,
-        kl_windows=plan.kl_windows,
-    )
+    result = replayed(trace, plan, work)
     decided = {_key(e, "layer", "kv_head"): e["digest"] for e in result.entries("evict_steps")}
     if same and any(decided[_key(e, "layer", "kv_head")] != e["digest"] for e in tables["evict_steps"]):
         raise KvtoolError("internal", "replay and live run decided differently on the same trace")
     cells = result.entries("cells")
+    asked = [column for metric in plan.asked for column in metric.columns if column.level == "cell"]
     _fill(
         tables["cells"],
         cells,
@@ -54,6 +42,7 @@ def replay_beside(
             *predictors(cells[0]),
             "predicted_kl_block",
             "predicted_kl_partial",
+            *(column.name for column in asked),
             *(c for c in ERRORS if c not in cells[0]),
         ],
     )
@@ -61,8 +50,9 @@ def replay_beside(
     _fill(tables["layers"], result.entries("layers"), ("layer",), ["layer_error"])
     _fill(tables["rows"], result.entries("rows"), ("layer", "q_head"), ["output_error"])
     _fill_spans(tables["spans"], cells, result.entries("layers"))
+    further = [column.name for column in asked if column.direction == "lower"]
     counted = distinct(tables["cells"], tables["evict_steps"])
-    tables["calibration"] = [*calibrate(counted), *calibrate_spans(counted, tables["spans"])]
+    tables["calibration"] = [*calibrate(counted, further), *calibrate_spans(counted, tables["spans"])]
 
 
 def _average(cells: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:

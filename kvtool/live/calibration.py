@@ -18,26 +18,28 @@ ERRORS = ("mean_layer_error", "mean_output_error")
 AVERAGED = {"mean_cosine_distance": "cosine_distance", "mean_evicted_mass": "evicted_mass"}
 
 
-def predictors(columns: Iterable[str]) -> list[str]:
-    """The columns that foretell damage: predicted KL in every window, the relative errors, the other changes."""
+def predictors(columns: Iterable[str], further: Iterable[str] = ()) -> list[str]:
+    """The columns that foretell damage: predicted KL in every window, the relative errors, the other changes, and
+    `further` ones that were asked for."""
     columns = list(columns)
     found = [c for c in columns if re.fullmatch(r"predicted_kl(_w\d+)?", c)]
-    return [*found, *(c for c in (*ERRORS, *AVERAGED) if c in columns)]
+    return [*found, *(c for c in (*ERRORS, *AVERAGED, *further) if c in columns)]
 
 
-def calibrate(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def calibrate(cells: Sequence[dict[str, Any]], further: Iterable[str] = ()) -> list[dict[str, Any]]:
     """One entry per sequence (null: the means over them), measured quantity and predictor.
 
     Args:
         cells: entries of the live result's `cells`, with the replay's columns beside the measured ones.
             `full` predicts and measures nothing and is left out, as are cells without effect or without either number.
+        further: columns of metrics that were asked for, lower being better.
     """
-    entries = []
+    entries, further = [], list(further)
     indices = sorted({cell["sequence"] for cell in cells if cell["sequence"] is not None})
     for sequence in [None, *(indices if len(indices) > 1 else [])]:
         mine = [c for c in cells if c["sequence"] == sequence and c["policy"] != "full" and not c["no_effect"]]
         for measured in measures(mine) if mine else []:
-            for predictor in predictors(mine[0]):
+            for predictor in predictors(mine[0], further):
                 entries += _entry({"sequence": sequence}, mine, predictor, measured)
     return entries
 

@@ -118,7 +118,7 @@ class ClosedLoop:
             *undefined(tables),
             *sentences(self._noted, evicting, len(self._work)),
         ]
-        arrow = {name: table_of(name, entries) for name, entries in tables.items()}
+        arrow = {name: table_of(name, entries, self._plan.numbers) for name, entries in tables.items()}
         return Result(self._manifest(ready), arrow, said, LIVE)
 
     def _answer(self, place: int) -> str | None:
@@ -254,7 +254,7 @@ class ClosedLoop:
                 "chunk": options.chunk,
                 **self._facts,
             },
-            "metrics": {"measured_kl": 1},
+            "metrics": {"measured_kl": 1, **{metric.name: metric.version for metric in plan.asked}},
             "device": "cpu",
             "environment": environment("pyarrow", "zarr", "transformers"),
         }

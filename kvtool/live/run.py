@@ -36,6 +36,7 @@ def live(
     precision: str = "float32",
     kl_windows: int | Many[int] = (),
     calibrate: bool = False,
+    metrics: str | Many[str] = (),
     layer_errors: bool = False,
     generate: int = 0,
     answer: str | Many[str] = (),
@@ -58,7 +59,8 @@ def live(
             kvtool.replay.
         decide: `trace`, what replay decides on the trace is carried out; `run`, every event is decided from the
             queries, keys and values that the evicted model has computed so far. Oracles decide from the trace always.
-        calibrate: replay too, and hold its predictions against the measurement; `kl_windows` as for kvtool.replay.
+        calibrate: replay too, and hold its predictions against the measurement; `kl_windows` and `metrics` as for
+            kvtool.replay.
         layer_errors: measure the attention outputs of every layer under eviction.
         generate: tokens of the model's own greedy continuation per cell, where there is one event.
         answer: a text or `LO:HI` rows whose likelihood is measured; one, or one per sequence.
@@ -86,6 +88,8 @@ def live(
         raise KvtoolError("usage", f"--decide {decide} is unknown", f"known: {', '.join(DECIDE)}")
     if kl_windows and not calibrate:
         raise KvtoolError("usage", "--kl-window widens a prediction, but none is made", "add --calibrate")
+    if metrics and not calibrate:
+        raise KvtoolError("usage", "--metric measures a replay, but none is made", "add --calibrate")
     plan = make_plan(
         policies,
         ratios=ratios,
@@ -97,6 +101,7 @@ def live(
         prefix=prefix,
         precision=precision,
         kl_windows=kl_windows,
+        metrics=metrics,
     )
     moved = next((label for label, policy in plan.policies if policy.positions == "cache"), None)
     if moved is not None:

@@ -60,7 +60,12 @@ class Metric:
 
     def partial(self, errors: StepErrors, geometry: Geometry, retained: RetainedSet) -> dict[str, Tensor]:
         """What is stored for one layer: its head columns [H] and layer columns [] by name, and whatever
-        sums `combine` needs besides. NaN is undefined."""
+        sums `combine` needs besides. NaN is undefined. Nothing that is shown may be changed.
+
+        Args:
+            errors: at least one evaluated step: all of a cell, or those from one event to the next.
+            retained: what the cell kept in this layer, all its events included.
+        """
         raise TypeError(f"{type(self).__name__} defines no partial")
 
     def combine(self, partials: Sequence[dict[str, Tensor]]) -> dict[str, Number]:

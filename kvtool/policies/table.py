@@ -1,10 +1,11 @@
-"""The built-in policies, and how a command-line word becomes one."""
+"""The built-in policies, and how a command-line word becomes one, of kvtool's or of another package."""
 
 from __future__ import annotations
 
 from kvtool.errors import KvtoolError
 from kvtool.policies.policy import Policy
-from kvtool.registry import configure, load_class, split_spec
+from kvtool.registry import split_spec
+from kvtool.shelf import Shelf
 
 BUILT_IN: dict[str, str] = {
     "full": "kvtool.policies.full:Full",
@@ -36,11 +37,17 @@ ALL: tuple[str, ...] = tuple(name for name in BUILT_IN if name != "capacity")
 NOT_EVICTION = ("quest", "infllm", "retrieval-attention", "sparq", "magicpig", "double-sparsity", "loki")
 
 
-def policy_from_text(text: str) -> tuple[str, Policy]:
-    """`name:key=value,…` or `file.py:Class:key=value,…` -> (name, policy).
+SHELF = Shelf("policy", BUILT_IN, dict.fromkeys(NOT_EVICTION, "a method of that name evicts nothing"))
+
+
+def policy_from_text(text: str, *, own: bool = False) -> tuple[str, Policy]:
+    """`name:key=value,…` or `file.py:Class:…` -> (name, policy).
+
+    Args:
+        own: the name means kvtool's own policy, whoever else gives it.
 
     Raises:
-        KvtoolError: `policy-unknown`, `policy-parameter` or `not-eviction`.
+        KvtoolError: `policy-unknown`, `policy-parameter`, `not-eviction`, `plugin-broken` or `plugin-twice`.
     """
     spec = split_spec(text)
     if spec.name.lower() in NOT_EVICTION:
@@ -48,8 +55,5 @@ def policy_from_text(text: str) -> tuple[str, Policy]:
             "not-eviction",
             f"{spec.name} re-selects tokens for every query and evicts nothing, so it cannot be replayed",
         )
-    cls = load_class(spec.name, BUILT_IN, "policy")
-    policy = configure(cls, spec)
-    if not isinstance(policy, Policy):
-        raise KvtoolError("policy-unknown", f"{spec.name} is not a subclass of kvtool.policies.Policy")
+    policy: Policy = SHELF.made(spec, Policy, own=own)
     return spec.name, policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 
 from kvtool.manifest import environment
-from kvtool.metrics import Metric, PredictedKL, built_in_metrics
+from kvtool.metrics import PredictedKL, in_sequence
 from kvtool.replay.coverage import Coverage, Coverages, over_sequences
 from kvtool.replay.notes import sentences
 from kvtool.replay.parts import OPTIONAL, TABLES, Part, Partial
 from kvtool.replay.plan import Plan
 from kvtool.replay.timeline import timeline_entries
-from kvtool.replay.unit import FLAGS, METRICS
+from kvtool.replay.unit import FLAGS
 from kvtool.replay.work import evaluated_from
 from kvtool.result import Result, concatenate, table_of, with_columns
 from kvtool.trace import Sequence, Trace
@@ -49,7 +50,7 @@ def gather(
     whole = {name: concatenate([tables[name] for tables in by_part]) for name in by_part[0]}
     if plan.repeats:
         whole["timeline"] = table_of("timeline", _timeline(plan, work, parts))
-    whole["cells"] = table_of("cells", cell_entries(plan, work, parts, covered))
+    whole["cells"] = table_of("cells", cell_entries(plan, work, parts, covered), plan.numbers)
     return Result(manifest_of(trace, plan, work), whole, warnings)
 
 
@@ -57,7 +58,7 @@ def arrow_tables(parts: list[Part]) -> list[dict[str, Any]]:
     """The tables of every part as Arrow tables, whether it was computed now or read back."""
     return [
         {
-            name: table_of(name, p.tables[name]) if isinstance(p.tables[name], list) else p.tables[name]
+            name: table_of(name, p.tables[name], p.numbers) if isinstance(p.tables[name], list) else p.tables[name]
             for name in (*TABLES, *OPTIONAL)
             if name in p.tables
         }
@@ -87,22 +88,20 @@ def _timeline(plan: Plan, work: Work, parts: list[Part]) -> list[dict[str, Any]]
     return entries
 
 
-def _metrics(plan: Plan) -> dict[str, Metric]:
-    return {**built_in_metrics(), PredictedKL.name: PredictedKL(plan.kl_windows)}
-
-
 def _shares(plan: Plan, work: Work, parts: list[Part]) -> list[dict[str, dict[str, list[float | None]]]]:
     """Per part the share columns of its `layers` (one value a cell) and `rows` (one a cell and head)."""
     found: list[dict[str, dict[str, list[float | None]]]] = [{"layers": {}, "rows": {}} for _ in parts]
-    for places in by_sequence(work).values():
+    for sequence, places in by_sequence(work).items():
         for cell in range(len(plan.cells)):
             wholes = [parts[place].partials[cell] for place in places]
-            _share_out(plan, [found[place] for place in places], wholes)
+            with in_sequence(sequence):
+                _share_out(plan, [found[place] for place in places], wholes)
             events = [parts[place].spans[cell] for place in places]
             for event in sorted({event for known in events for event in known}):
                 having = [index for index, known in enumerate(events) if event in known]
                 into = [found[places[index]] for index in having]
-                _share_out(plan, into, [events[index][event] for index in having], whole=len(having) == len(places))
+                with in_sequence(sequence):
+                    _share_out(plan, into, [events[index][event] for index in having], whole=len(having) == len(places))
     return found
 
 
@@ -110,7 +109,7 @@ def _share_out(
     plan: Plan, into: list[dict[str, dict[str, list[float | None]]]], partials: list[Partial], whole: bool = True
 ) -> None:
     """Append the shares of these layers; nothing is known where they are not all of the sequence's (not `whole`)."""
-    for name, metric in _metrics(plan).items():
+    for name, metric in plan.metrics.items():
         shares = metric.shares([partial[name] for partial in partials])
         for column, per_layer in shares.items():
             for one, heads in zip(into, per_layer, strict=True):
@@ -155,7 +154,8 @@ def cell_entries(plan: Plan, work: Work, parts: list[Part], covered: Coverages) 
                 found.append(_mean(plan, {"sequence": None, **key, "event": event}, members, together))
         for entry in found:
             entry |= flags[entry["sequence"]]
-        entries += [_without_scores(entry) if entry["no_effect"] else entry for entry in found]
+        asked = [c.name for metric in plan.asked for c in metric.columns if c.level == "cell" and c.direction != "none"]
+        entries += [_without_scores(entry, asked) if entry["no_effect"] else entry for entry in found]
     return entries
 
 
@@ -173,7 +173,8 @@ class CellOf:
 
 def _combined(plan: Plan, key: dict[str, Any], partials: list[Partial], said: dict[str, Any]) -> CellOf:
     """The layers of one sequence put together."""
-    by_metric = {n: metric.combine([partial[n] for partial in partials]) for n, metric in _metrics(plan).items()}
+    with in_sequence(key["sequence"]):
+        by_metric = {n: metric.combine([partial[n] for partial in partials]) for n, metric in plan.metrics.items()}
     entry = dict(key)
     for values in by_metric.values():
         entry |= values
@@ -188,18 +189,22 @@ def _combined(plan: Plan, key: dict[str, Any], partials: list[Partial], said: di
     return CellOf({**entry, **said}, by_metric)
 
 
-def _without_scores(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry of a cell that had no effect: the errors of a full cache are no score of its policy."""
+def _without_scores(entry: dict[str, Any], asked: Iterable[str] = ()) -> dict[str, Any]:
+    """The entry of a cell that had no effect: the errors of a full cache are no score of its policy.
+
+    Args:
+        asked: cell columns of metrics that were asked for, those with a better and a worse.
+    """
     known = ("predicted_kl_block", "predicted_kl_partial", "predicted_kl_steps", "predicted_kl_draws")
     scores = [name for name in entry if name.startswith(("mean_layer_error", "mean_output_error", "predicted_kl"))]
     scores += ["layer_error", "output_error"] if "step_from" in entry else []
-    return {**entry, **dict.fromkeys(name for name in scores if name not in known)}
+    return {**entry, **dict.fromkeys([*(name for name in scores if name not in known), *asked])}
 
 
 def _mean(plan: Plan, key: dict[str, Any], cells: list[CellOf], together: Coverage) -> dict[str, Any]:
     """The mean over sequences."""
     mean = dict(key)
-    for name, metric in _metrics(plan).items():
+    for name, metric in plan.metrics.items():
         mean |= metric.average([cell.by_metric[name] for cell in cells])
     if together.missing is not None:
         mean |= dict.fromkeys(mean.keys() & cells[0].by_metric[PredictedKL.name].keys())
@@ -232,7 +237,7 @@ def manifest_of(trace: Trace, plan: Plan, work: Work) -> dict[str, Any]:
         },
         "layers": {"ids": layer_ids, "text": spans(layer_ids)},
         "replay": plan.describe(),
-        "metrics": METRICS,
+        "metrics": plan.versions,
         "device": "cpu",
         "kernels": "reference (torch)",
         "environment": environment("pyarrow", "zarr"),

@@ -35,12 +35,14 @@ class Part:
         partials: what each metric stored, per cell.
         notes: what the user should know, as `kvtool.replay.notes` writes and reads them.
         spans: what each metric stored of the steps from one event to the next, per cell by the event's step.
+        numbers: columns that are float64 whatever they are called.
     """
 
     tables: dict[str, Any]
     partials: list[Partial]
     notes: list[dict[str, Any]] = field(default_factory=list)
     spans: list[dict[int, Partial]] = field(default_factory=list)
+    numbers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.spans = self.spans or [{} for _ in self.partials]
@@ -131,7 +133,7 @@ class Store:
                 digests = {}
                 for table, entries in part.tables.items():
                     file = f"{table}.parquet"
-                    digests[file] = write_parquet(table_of(table, entries), temporary / file)
+                    digests[file] = write_parquet(table_of(table, entries, part.numbers), temporary / file)
                 buffer = io.BytesIO()
                 arrays = {
                     f"{cell}/{span}/{metric}/{name}": value.numpy()

@@ -16,12 +16,15 @@ from kvtool.decomposition.settings import Decompose
 from kvtool.errors import KvtoolError
 from kvtool.layer import Layer
 from kvtool.manifest import parameters, source_digest
+from kvtool.metrics import Asked, Metric, PredictedKL, asked_metrics, built_in_metrics, trial
 from kvtool.metrics.predicted_kl import WINDOW
 from kvtool.policies import ALL, Policy, Protection, policy_from_text
-from kvtool.registry import did_you_mean, spell
+from kvtool.policies.table import SHELF as POLICIES
+from kvtool.registry import did_you_mean, spell, split_spec
 from kvtool.replay.calibration import Calibration
 from kvtool.replay.decide import Rules
-from kvtool.schedule import HighWater, PromptEnd, Schedule, parse_schedule
+from kvtool.replay.misfits import refuse_misfits
+from kvtool.schedule import PromptEnd, Schedule, parse_schedule
 
 Evaluate = Literal["live", "pool"]
 CONTROLS = ("full", "random")
@@ -68,6 +71,7 @@ class Plan:
         token_shares: whether the predicted KL is told apart by evicted token.
         decompose: how the errors are told apart, None where they are not.
         calibrations: traces of other texts that policies read, by the path that they name.
+        asked: metrics besides the built-in ones.
     """
 
     policies: list[tuple[str, Policy]]
@@ -84,6 +88,23 @@ class Plan:
     deadline_ms: float | None = None
     telemetry: bool = False
     bin_steps: int | None = None
+    asked: tuple[Asked, ...] = ()
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """Everything that is measured, by name: the built-in metrics, then those that were asked for."""
+        further: dict[str, Metric] = {metric.name: metric for metric in self.asked}
+        return {**built_in_metrics(), PredictedKL.name: PredictedKL(self.kl_windows), **further}
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Name -> version of every metric."""
+        return {name: metric.version for name, metric in self.metrics.items()}
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Columns of the metrics that were asked for: float64, whatever they are called."""
+        return tuple(column.name for metric in self.asked for column in metric.columns)
 
     @property
     def cells(self) -> list[Cell]:
@@ -129,6 +150,7 @@ class Plan:
                     "label": label,
                     "class": type(policy).__qualname__,
                     "source": source_digest(type(policy)),
+                    "package": POLICIES.package(split_spec(label).name),
                     "oracle": policy.oracle,
                     "parameters": parameters(policy),
                     "calibration": self._calibration_digest(policy),
@@ -149,6 +171,7 @@ class Plan:
             "evaluate": self.evaluate,
             "precision": self.precision,
             "kl_windows": [1, WINDOW, *self.kl_windows],
+            "metrics": [metric.describe() for metric in self.asked],
             "decompose": None if self.decompose is None else self.decompose.describe(),
             "loop": "open: queries come from the full-cache run; errors do not reach later layers or steps",
         }
@@ -173,11 +196,13 @@ def make_plan(
     token_shares: bool = False,
     decompose: Decompose | None = None,
     controls: bool = True,
+    metrics: str | Many[str] = (),
 ) -> Plan:
     """Check every choice and add the controls `full` and `random`.
 
     Raises:
-        KvtoolError: `usage`, `policy-unknown` or `policy-parameter`.
+        KvtoolError: `usage`, what kvtool.policies.table.policy_from_text and kvtool.metrics.asked_metrics raise, and
+            `metric-broken` for a metric that fails on made-up layers.
     """
     policies = [policies] if isinstance(policies, str) else policies
     ratios = [ratios] if isinstance(ratios, str | float | int | Fraction) else ratios
@@ -210,15 +235,16 @@ def make_plan(
             f"--bin {bin_steps}: errors over time are told of repeating schedules, in bins of at least one step",
             "add --every 64, or leave --bin out",
         )
-    _fit(asked, sizes, evaluate, decompose is not None)
+    refuse_misfits(asked, sizes, evaluate, decompose is not None)
     sizes = sizes or [Budget.from_ratio(r) for r in ("0.5", "0.75", "0.9")]
-    words: list[str] = []
-    for word in policies:
-        words.extend(ALL if word == "all" else [word])
     chosen: dict[str, Policy] = {}
-    for word in [*words, *(CONTROLS if controls else ())]:
-        name, policy = policy_from_text(word)
-        chosen.setdefault(spell(name, policy), policy)
+    for words, own in [*(_meant(word) for word in policies), (CONTROLS if controls else (), True)]:
+        for word in words:
+            name, policy = policy_from_text(word, own=own)
+            chosen.setdefault(spell(name, policy), policy)
+    asked_for = asked_metrics([metrics] if isinstance(metrics, str) else metrics)
+    for metric in asked_for:
+        trial(metric)
     moved = next((label for label, policy in chosen.items() if policy.positions == "cache"), None)
     if moved is not None and (evaluate == "pool" or token_shares):
         option = "--evaluate pool" if evaluate == "pool" else "--token-shares"
@@ -239,7 +265,14 @@ def make_plan(
         kl_windows=further,
         token_shares=token_shares,
         decompose=decompose,
+        asked=asked_for,
     )
+
+
+def _meant(word: str) -> tuple[tuple[str, ...], bool]:
+    """The policies that `word` stands for, and whether kvtool's own are meant: `all` is those, whoever else gives
+    one of their names."""
+    return (ALL, True) if word == "all" else ((word,), False)
 
 
 def _schedules(texts: Many[str], evict_at: int | None) -> tuple[Schedule, ...]:
@@ -249,32 +282,3 @@ def _schedules(texts: Many[str], evict_at: int | None) -> tuple[Schedule, ...]:
             raise KvtoolError("usage", "--evict-at and a schedule were both given", "at:N is a schedule too")
         return (Schedule((PromptEnd(evict_at),)),)
     return tuple(dict.fromkeys(parse_schedule(text) for text in texts)) or (Schedule(),)
-
-
-def _fit(schedules: tuple[Schedule, ...], sizes: list[Budget], evaluate: str, decomposes: bool) -> None:
-    """Refuse what a schedule cannot be combined with.
-
-    Raises:
-        KvtoolError: code `usage`.
-    """
-    several = len(schedules) > 1 or schedules[0].repeats
-    if several and evaluate == "pool":
-        raise KvtoolError("usage", "--evaluate pool speaks of one event", "use --evaluate live, or one event")
-    if several and decomposes:
-        raise KvtoolError(
-            "usage", "--decompose speaks of one event", "decompose at the end of the prompt or --evict-at"
-        )
-    marks = [t.mark for schedule in schedules for t in schedule.triggers if isinstance(t, HighWater)]
-    pages = max((s.block for s in schedules if any(isinstance(t, HighWater) for t in s.triggers)), default=1)
-    if marks and pages > 1 and any(size.tokens is not None and size.tokens + pages > min(marks) for size in sizes):
-        raise KvtoolError(
-            "usage",
-            f"--high-water {min(marks)} leaves no room for a page of {pages} tokens above the budget",
-            f"a mark of at least {max(size.tokens or 0 for size in sizes) + pages}, or smaller pages",
-        )
-    if marks and any(size.tokens is None or size.tokens >= min(marks) for size in sizes or [Budget.from_ratio("0.5")]):
-        raise KvtoolError(
-            "usage",
-            f"--high-water {min(marks)} needs a budget in tokens below it, the low-water mark",
-            f"-b {max(1, min(marks) // 2)}",
-        )

@@ -10,13 +10,14 @@ from pathlib import Path
 from kvtool.decomposition.settings import asked_for
 from kvtool.errors import KvtoolError
 from kvtool.manifest import digest, versions
+from kvtool.metrics import in_sequence
 from kvtool.replay.attribution import attribute
 from kvtool.replay.coverage import Coverages
 from kvtool.replay.decomposable import decomposable, stated_cost
 from kvtool.replay.gather import Work, gather
 from kvtool.replay.parts import Part, Store
 from kvtool.replay.plan import Plan, make_plan
-from kvtool.replay.unit import METRICS, run_unit
+from kvtool.replay.unit import run_unit
 from kvtool.replay.work import servable, unequal_starts, work_of
 from kvtool.result import Result
 from kvtool.trace import Trace, open_trace
@@ -52,6 +53,7 @@ def replay(
     samples: int = 64,
     pool: int = 16,
     keep: int = 8,
+    metrics: str | Many[str] = (),
     device: str = "auto",
     output: str | Path | None = None,
     force: bool = False,
@@ -83,6 +85,8 @@ def replay(
         horizon: most queries that are decomposed.
         samples, pool, keep: sub-caches per KV head for exact search, their tokens, and how many are kept; 0
             samples leave the search out.
+        metrics: names of metrics besides the built-in ones, `name:key=value,…` of an installed package or
+            `file.py:Class:…`; their columns stand in the tables of their level.
         progress: told (units done, all, what is being done).
         note: told in a sentence what a decomposition will cost, before it runs.
 
@@ -108,6 +112,7 @@ def replay(
         kl_windows=kl_windows,
         token_shares=token_shares,
         decompose=asked_for(decompose, center=center, horizon=horizon, samples=samples, pool=pool, keep=keep),
+        metrics=metrics,
     )
     store = Store(Path(output), force) if output is not None else None
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
@@ -133,6 +138,15 @@ def replay(
         raise
     store.close(finished=True)
     return result
+
+
+def replayed(trace: Trace, plan: Plan, work: Work) -> Result:
+    """The result of a plan that is made and checked already; nothing is written.
+
+    Raises:
+        KvtoolError: as `replay`.
+    """
+    return _measure(trace, plan, work, None, None, [], _covered(trace, plan, work))
 
 
 def _covered(trace: Trace, plan: Plan, work: Work) -> Coverages:
@@ -166,7 +180,7 @@ def _measure(
 
 def _run(trace: Trace, plan: Plan, work: Work, store: Store | None, progress: Progress | None) -> list[Part]:
     """The part of every unit, taken from the store where it was finished before."""
-    common = {"trace": trace.digest, "plan": plan.describe(), "metrics": METRICS, **versions("torch")}
+    common = {"trace": trace.digest, "plan": plan.describe(), "metrics": plan.versions, **versions("torch")}
     parts = []
     for done, (sequence, layer_id, step) in enumerate(work):
         where = f"sequence {sequence.index} layer {layer_id}"
@@ -175,7 +189,8 @@ def _run(trace: Trace, plan: Plan, work: Work, store: Store | None, progress: Pr
         name, key = f"{sequence.index:04d}-{layer_id:03d}", digest({**common, "unit": [sequence.index, layer_id]})
         part = store.load(name, key) if store else None
         if part is None:
-            part = run_unit(sequence, layer_id, plan, step, _within(progress, done, len(work), where))
+            with in_sequence(sequence.index):
+                part = run_unit(sequence, layer_id, plan, step, _within(progress, done, len(work), where))
             if store:
                 store.save(name, key, part)
         parts.append(part)

@@ -66,7 +66,7 @@ def serving(trace: Any) -> list[Serving]:
     layers = [(s, s.layer(layer_id)) for s in trace.sequences for layer_id in s.layer_ids]
     donors = [(s, donor_of(s, layer)) for s, layer in layers]
     for name in BUILT_IN:
-        _, policy = policy_from_text(name)
+        _, policy = policy_from_text(name, own=True)
         reasons = (missing_for(policy, donor, s.prompt_length) for s, donor in donors)
         reason = next((r for r in reasons if r), None)
         found.append(Serving(name, "policy", reason is None, reason))

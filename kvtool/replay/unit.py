@@ -14,13 +14,14 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 from kvtool.kernels.attention_mass.reference import attention_mass
 from kvtool.layer import Layer
-from kvtool.metrics import BUILT_IN, StepErrors, ages, built_in_metrics, evaluate_cells, landmark_entries, nullable
+from kvtool.metrics import StepErrors, ages, evaluate_cells, landmark_entries, nullable
 from kvtool.metrics.cache_size import live_tokens
 from kvtool.replay.decide import donor_of, run_schedule
 from kvtool.replay.decisions import decision_entries
 from kvtool.replay.decompose import Say, decompose_unit
 from kvtool.replay.events import event_entries
 from kvtool.replay.landmarks import about
+from kvtool.replay.metric_columns import columns_of, refuse_double, row_entries
 from kvtool.replay.notes import note_thinned, note_unit, without_effect
 from kvtool.replay.parts import Part, Partial
 from kvtool.replay.plan import CONTROLS, Cell, Plan
@@ -34,7 +35,6 @@ from kvtool.trace import Sequence
 
 FLAGS = ("no_effect", "window_decided")  # why the numbers of a cell say nothing of its policy
 MOST_SPANS = 64  # events of a cell that get entries of their own
-METRICS: dict[str, int] = {name: built_in_metrics()[name].version for name in BUILT_IN}
 
 
 def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say = lambda what: None) -> Part:
@@ -68,7 +68,7 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
         mine = found.between(start, layer.tokens)
         if not cell.schedule.repeats and cell.policy.positions == "original":
             mine = replace(mine, future_mass=masses[start])
-        whole = _measure(cell, layer, donor, retained, mine, key, tables)
+        whole = _measure(plan, cell, layer, donor, retained, mine, key, tables)
         counts = {"ties": sum(int(event.ties.sum()) for event in retained.events), **counts_of(retained, layer.tokens)}
         missing = without_effect(cell, retained, donor.geometry)
         counts |= {"no_effect": int(missing is not None), "evaluated_from": start}
@@ -86,7 +86,7 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
                 continue
             at = next((event for event in retained.events if event.step == begin), None)
             here = {**key, **achieved_of(RetainedSet(retained.evict_step, [at] if at else [])), "event": begin}
-            part = _measure(cell, layer, donor, retained, found.between(begin, stop), here, tables, at)
+            part = _measure(plan, cell, layer, donor, retained, found.between(begin, stop), here, tables, at)
             counted = {"ties": 0 if at is None else int(at.ties.sum()), **_counts_at(at)}
             tables["layers"][-1] |= {**counted, **flags, "evaluated_from": start}
             part["counts"] = _stored({**counted, "achieved": here["achieved"]})
@@ -110,7 +110,7 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
         wide = plan.calibrated(sequence.layer(layer_id, dtype=torch.float64))
         wide_donor = wide if donor is layer else plan.calibrated(donor_of(sequence, wide))
         tables |= decompose_unit(sequence.index, wide, wide_donor, plan, step, decided, say)
-    return Part(tables, partials, notes, spans)
+    return Part(tables, partials, notes, spans, plan.numbers)
 
 
 def told_apart(schedule: Schedule, retained: RetainedSet, layer: Layer) -> list[tuple[int, int]]:
@@ -130,6 +130,7 @@ def told_apart(schedule: Schedule, retained: RetainedSet, layer: Layer) -> list[
 
 
 def _measure(
+    plan: Plan,
     cell: Cell,
     layer: Layer,
     donor: Layer,
@@ -144,8 +145,9 @@ def _measure(
     Args:
         event: whose diagnostics stand beside the rows; the first one where it is the only one.
     """
-    partial = {name: metric.partial(found, layer.geometry, retained) for name, metric in built_in_metrics().items()}
-    heads, alone = _columns(partial)
+    metrics = plan.metrics
+    partial = {name: metric.partial(found, layer.geometry, retained) for name, metric in metrics.items()}
+    heads, alone = columns_of(metrics, partial)
     block = None if found.gradients is None else found.gradients.block
     heads |= {"predicted_kl_block": [block] * layer.geometry.query_heads}
     empty = [None] * layer.geometry.query_heads
@@ -153,9 +155,10 @@ def _measure(
     if event is None and not cell.schedule.repeats:
         (event,) = retained.events
     if donor is layer and event is not None:  # a donor's diagnostics speak of the donor's query heads
+        refuse_double(plan, cell, event)
         heads |= {name: nullable(values) for name, values in event.diagnostics.items()}
     tables["layers"].append({**key, **alone, "predicted_kl_block": block})
-    tables["rows"] += _rows(key, layer, heads)
+    tables["rows"] += row_entries(key, layer, heads)
     return partial
 
 
@@ -236,29 +239,6 @@ def _future_mass(layer: Layer, steps: Tensor) -> Tensor:
         sink_logits=geometry.sink_logits,
     )
     return mass.view(geometry.kv_heads, geometry.group, -1).sum(1)
-
-
-def _columns(partial: dict[str, dict[str, Tensor]]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """Head columns [H] and layer columns of all metrics, NaN as None; shares come once all layers are there."""
-    heads: dict[str, list[Any]] = {}
-    alone: dict[str, Any] = {}
-    for name, metric in built_in_metrics().items():
-        for column in metric.columns:
-            if column.share:
-                continue
-            if column.level == "head":
-                heads[column.name] = nullable(partial[name][column.name])
-            elif column.level == "layer":
-                alone[column.name] = nullable(partial[name][column.name])[0]
-    return heads, alone
-
-
-def _rows(key: dict[str, Any], layer: Layer, heads: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    group = layer.geometry.group
-    return [
-        {**key, "kv_head": head // group, "q_head": head, **{name: values[head] for name, values in heads.items()}}
-        for head in range(layer.geometry.query_heads)
-    ]
 
 
 def _ages(key: dict[str, Any], retained: RetainedSet, layer: Layer, plan: Plan) -> list[dict[str, Any]]:

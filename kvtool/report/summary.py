@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -27,6 +28,7 @@ class Line:
         worst: (layer, query head, output_error) of the worst head, or None.
         no_effect: eviction was asked for and none happened: the line is never ranked.
         window_decided: every event fell back to the sliding window: the numbers are that window's, and not ranked.
+        asked: cell columns of the metrics that were asked for.
     """
 
     policy: str
@@ -52,6 +54,7 @@ class Line:
     peak_cache_bytes: float | None = None
     no_effect: bool = False
     window_decided: bool = False
+    asked: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,16 @@ def prediction(result: Result) -> str | None:
     return f"{'No predicted KL' if missing else 'predicted_kl is partial'}: {found['predicted_kl_partial']}."
 
 
+def asked_columns(result: Result) -> list[dict[str, Any]]:
+    """The cell columns of the metrics that were asked for, as the manifest describes them."""
+    asked = result.manifest["replay"].get("metrics", [])
+    return [column for metric in asked for column in metric["columns"] if column["level"] == "cell"]
+
+
 def sections(result: Result) -> list[Section]:
     """One section per ratio or budget, in the order asked."""
     order, metric = ordering_metric(result), error_metric(result)
+    further = [column["name"] for column in asked_columns(result)]
     rows: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for row in result.entries("rows"):
         if row["event"] is None:
@@ -157,6 +167,7 @@ def sections(result: Result) -> list[Section]:
             achieved=cell["achieved"],
             candidates=cell["candidates"],
             ties=cell["ties"],
+            asked={name: cell[name] for name in further},
             **{
                 name: cell[name] for name in ("schedule", "events", "fallbacks", "no_effect", "window_decided", *_CACHE)
             },

@@ -8,7 +8,16 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtool.report.columns import fitting, left_out
-from kvtool.report.summary import Line, error_metric, ordering_metric, prediction, repeats, sections, verdicts
+from kvtool.report.summary import (
+    Line,
+    asked_columns,
+    error_metric,
+    ordering_metric,
+    prediction,
+    repeats,
+    sections,
+    verdicts,
+)
 from kvtool.report.terminal_time import equal_cache_table, over_time, times_table
 from kvtool.result import Result
 
@@ -58,6 +67,7 @@ def _cells(line: Line, best: bool) -> dict[str, str]:
         "cache peak": _count(line.peak_cache_tokens),
         "peak MB": "-" if line.peak_cache_bytes is None else f"{line.peak_cache_bytes / 1e6:.4g}",
         "fallbacks": _count(line.fallbacks),
+        **{name: "-" if value is None else f"{value:.4g}" for name, value in line.asked.items()},
     }
     if line.no_effect:  # its errors are those of the full cache, and say nothing of the policy
         found |= {"predicted KL": "no effect", "error": "no effect"}
@@ -90,6 +100,12 @@ def _captions(metric: str, columns: list[str]) -> list[str]:
     return [*said, "An oracle reads the future."]
 
 
+def _said_of(column: dict[str, Any]) -> str:
+    """What a column of a metric that was asked for means."""
+    better = "" if column["direction"] == "none" else f", {column['direction']} is better"
+    return f"{column['name']}: {column['meaning']} ({column['unit']}{better})."
+
+
 def replay_table(result: Result, width: int | None = None) -> list[Any]:
     """The answer of `kvtool replay`: a table, a verdict per ratio, and what the numbers are.
 
@@ -104,10 +120,13 @@ def replay_table(result: Result, width: int | None = None) -> list[Any]:
         place = offered.index("regret")
         offered = [*offered[:place], *_REPEATING, *offered[place + 1 :]]  # no regret of several events
     always = ["policy", *(["schedule"] if any(len(section.schedules) > 1 for section in found) else [])]
+    place = offered.index("error") + 1
+    further = asked_columns(result)
+    offered = [*offered[:place], *(column["name"] for column in further), *offered[place:]]
     fell_back = any(line.fallbacks for _, line, _ in lines)  # then the column is no matter of room
     gives_way = [name for name in _GIVES_WAY if not (fell_back and name == "fallbacks")]
     columns = fitting(offered, [cells for _, _, cells in lines], width, always=always, gives_way=gives_way)
-    caption = " ".join(_captions(metric, columns))
+    caption = " ".join([*_captions(metric, columns), *(_said_of(column) for column in further)])
     manifest = result.manifest
     count = manifest["sequences"]["count"]
     table = Table(
@@ -133,36 +152,11 @@ def replay_table(result: Result, width: int | None = None) -> list[Any]:
         style="italic",
     )
     closing = [open_loop] if (gap := prediction(result)) is None else [open_loop, Text(gap, style="italic")]
+    for metric_asked in manifest["replay"].get("metrics", []):
+        if all(column["level"] != "cell" for column in metric_asked["columns"]):
+            closing.append(Text(f"{metric_asked['label']} has no number per cell: see --json or -o.", style="italic"))
     if (narrow := left_out(offered, columns)) is not None:
         closing.append(Text(narrow, style="italic"))
     said = [Text(sentence, style="bold") for sentence in verdicts(result)]
     further = [*equal_cache_table(result, found, width), *over_time(result, width), *times_table(result, width)]
     return [table, *said, *closing, *further]
-
-
-def policies_table(described: list[dict[str, Any]]) -> Table:
-    """One line per policy."""
-    table = Table(title="policies", title_justify="left")
-    table.add_column("name", no_wrap=True)
-    table.add_column("idea")
-    table.add_column("parameters")
-    for policy in described:
-        name = Text(policy["name"])
-        if policy["oracle"]:
-            name.append(" (oracle)", style="dim")
-        table.add_row(name, policy["idea"], ", ".join(f"{p['name']}={p['default']}" for p in policy["parameters"]))
-    return table
-
-
-def policy_page(policy: dict[str, Any]) -> list[Any]:
-    """Everything that one policy says of itself."""
-    table = Table("parameter", "type", "default")
-    for parameter in policy["parameters"]:
-        table.add_row(parameter["name"], parameter["type"], str(parameter["default"]))
-    needs = ", ".join(policy["needs"]) or "keys and values only"
-    return [
-        Text(policy["name"], style="bold"),
-        Text(policy["text"]),
-        table,
-        Text(f"needs: {needs}" + ("; reads the future (oracle)" if policy["oracle"] else "")),
-    ]

@@ -27,8 +27,6 @@ from kvtool.replay.ask import refined_scores, scores_of
 from kvtool.selection import select
 from kvtool.view import View
 
-__all__ = ["check_policy", "example_layer", "scores_at"]
-
 NEEDS = ("prompt-queries", "recent-queries", "rotation", "future-rotation", "output-projection", "prompt-gradients")
 
 
