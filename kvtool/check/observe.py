@@ -1,74 +1,19 @@
-"""Observe: what a baseline holds of one result, and which words it may hold."""
+"""Observe: what a baseline holds of one result."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from kvtool.check.digits import stored
-from kvtool.check.judge import Direction, Number
+from kvtool.check.judge import Number
+from kvtool.check.measures import Measure
 from kvtool.check.suite import Job
-from kvtool.errors import KvtoolError
-from kvtool.metrics import built_in_metrics
-from kvtool.registry import did_you_mean
 from kvtool.result import Result
-
-LEVELS = {"cell": "cells", "layer": "layers", "head": "rows"}
-# Counts of decisions, which no metric owns.
-COUNTED = ("candidates", "events", "evicted", "fallbacks", "ties")
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A word that a suite may list under `metrics`.
-
-    Attributes:
-        table: where its column stands; of `layers` and `rows` the mean over the cell is checked.
-        metric, version: what owns the column; None for a count.
-    """
-
-    name: str
-    table: str
-    unit: str
-    direction: Direction
-    metric: str | None
-    version: int | None
-
-
-def measures(kl_windows: Iterable[int] = ()) -> dict[str, Measure]:
-    """Every word that a suite may list. A column of that name of cells comes before one of layers or heads."""
-    found: dict[str, Measure] = {}
-    for level in LEVELS:
-        for name, metric in built_in_metrics().items():
-            for column in metric.columns:
-                if column.level == level:
-                    one = Measure(column.name, LEVELS[level], column.unit, column.direction, name, metric.version)
-                    found.setdefault(column.name, one)
-    kl = found["predicted_kl"]
-    for width in kl_windows:
-        name = f"predicted_kl_w{width}"
-        found.setdefault(name, Measure(name, "cells", kl.unit, kl.direction, kl.metric, kl.version))
-    for name in COUNTED:
-        found.setdefault(name, Measure(name, "cells", "tokens or events", "none", None, None))
-    return found
-
-
-def measures_of(job: Job) -> dict[str, Measure]:
-    """Metric of the job -> its measure.
-
-    Raises:
-        KvtoolError: code `suite` for a word that is no column.
-    """
-    known = measures(job.options.get("kl_windows", ()))
-    for name in job.metrics:
-        if name not in known:
-            raise KvtoolError("suite", f"job {job.name!r}: there is no metric {name!r}", did_you_mean(name, [*known]))
-    return {name: known[name] for name in job.metrics}
 
 
 def cell_name(entry: Mapping[str, Any]) -> str:
@@ -77,9 +22,12 @@ def cell_name(entry: Mapping[str, Any]) -> str:
     return f"{entry['policy']} @{asked} {entry['schedule']} sequence {entry['sequence']}"
 
 
-def observe(job: Job, result: Result) -> dict[str, Any]:
-    """The entry of a baseline that says what `result` says, with all digits."""
-    columns = measures_of(job)
+def observe(job: Job, columns: Mapping[str, Measure], result: Result) -> dict[str, Any]:
+    """The entry of a baseline that says what `result` says, with all digits.
+
+    Args:
+        columns: what is recorded of every cell.
+    """
     replay = result.manifest["replay"]
     return {
         "trace": result.manifest["trace"]["digest"],

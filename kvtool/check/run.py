@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,22 +10,18 @@ from typing import Any
 
 from kvtool.check.baseline import read_baseline, write_baseline
 from kvtool.check.digits import steady
-from kvtool.check.judge import judge_job
-from kvtool.check.observe import measures_of, merged, observe
+from kvtool.check.judge import Direction, Row, judge_job
+from kvtool.check.observe import merged, observe
 from kvtool.check.outcome import Check, JobOutcome
+from kvtool.check.prepare import Prepared, folders_of, prepared, refuse_other_traces, traces_of
 from kvtool.check.suite import Job, Suite, read_suite
 from kvtool.errors import KvtoolError
 from kvtool.files import Lock, writing
 from kvtool.replay import replay
-from kvtool.replay.plan import make_plan
-from kvtool.replay.work import work_of
 from kvtool.result import Result
-from kvtool.trace import Trace, open_trace
-from kvtool.trace.verify import damage_error, verify_bytes
+from kvtool.trace import Trace
 
 Progress = Callable[[int, int, str], None]
-# Faults of the suite itself. Any other is one of the job, and the others still run.
-ASKED_WRONGLY = ("usage", "policy-unknown", "policy-parameter", "not-eviction", "file-missing")
 
 
 def check(
@@ -58,49 +53,52 @@ def check(
     """
     suite = read_suite(path)
     jobs = suite.chosen([only] if isinstance(only, str) else only)
-    columns = {job.name: measures_of(job) for job in jobs}
-    folders = _folders(jobs, None if output is None else Path(output).resolve(), force)
+    folders = folders_of(jobs, None if output is None else Path(output).resolve(), force)
     with _held(suite.baseline, update):
         baseline = _baseline(suite, update)
-        traces = _traces(suite)
+        traces = traces_of(suite)
         if not update:
-            _refuse_other_traces(suite, jobs, baseline)
-        faults = _planned(suite, jobs, traces)
+            refuse_other_traces(suite, jobs, baseline)
+        ready = prepared(suite, traces)
         found: dict[str, dict[str, Any]] = {}
         outcomes = []
         for job in jobs:
-            began, then = time.monotonic(), baseline.get(job.name, {})
-            result: Result | None = None
-            fault = faults.get(job.name)
-            if fault is None:
-                try:
-                    with contextlib.chdir(suite.folder):
-                        result = replay(traces[job.trace], job.policies, **job.options, progress=_told(progress, job))
-                except KvtoolError as error:
-                    fault = error
+            one, began = ready[job.name], time.monotonic()
+            result = _result(suite, one, traces[job.trace], _told(progress, job))
             seconds = time.monotonic() - began
-            if result is None:
-                outcomes.append(JobOutcome(job.name, job.trace, error=fault, seconds=seconds))
+            if isinstance(result, KvtoolError):
+                outcomes.append(JobOutcome(job.name, job.trace, error=result, seconds=seconds))
                 continue
             if job.name in folders:
                 result.save(folders[job.name])
-            new = found[job.name] = observe(job, result)
-            known = columns[job.name]
-            rows = judge_job(
-                then,
-                new,
-                suite.tolerance,
-                # A metric that only the baseline knows is missing, whichever way is better.
-                lambda metric, known=known: known[metric].direction if metric in known else "none",  # type: ignore[misc]
-            )
-            notes = _differing(then, new)
-            outcomes.append(
-                JobOutcome(job.name, job.trace, tuple(rows), None, seconds, tuple(notes), tuple(result.warnings))
-            )
+            found[job.name] = observe(job, one.columns, result)
+            rows, notes = _judged(suite, one, baseline.get(job.name, {}), found[job.name])
+            outcomes.append(JobOutcome(job.name, job.trace, rows, None, seconds, notes, tuple(result.warnings)))
         gone = [name for name in sorted(baseline) if name not in {job.name for job in suite.jobs}] if not only else []
         outcomes += [JobOutcome(name, None, gone=max(1, len(baseline[name]["cells"]))) for name in gone]
         whole = Check(suite.path, suite.baseline, tuple(outcomes), strict)
         return _updated(whole, suite, baseline, found, gone) if update else whole
+
+
+def _result(suite: Suite, one: Prepared, trace: Trace, progress: Progress | None) -> Result | KvtoolError:
+    """What the job's replay says, or why it says nothing."""
+    if one.fault is not None:
+        return one.fault
+    try:
+        with contextlib.chdir(suite.folder):
+            return replay(trace, one.job.policies, **one.job.options, metrics=one.metrics, progress=progress)
+    except KvtoolError as error:
+        return error
+
+
+def _judged(
+    suite: Suite, one: Prepared, then: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    """The cells of a job held against the baseline, and notes on settings that differ."""
+    # A metric that only the baseline knows is missing, whichever way is better.
+    directions: dict[str, Direction] = {name: column.direction for name, column in one.columns.items()}
+    rows = judge_job(then, now, suite.tolerance, lambda metric: directions.get(metric, "none"))
+    return tuple(rows), tuple(_differing(then, now))
 
 
 def _updated(
@@ -154,87 +152,6 @@ def _baseline(suite: Suite, update: bool) -> dict[str, dict[str, Any]]:
             f"kvtool check {suite.path} --update writes it; commit it once it is right",
         )
     return found or {}
-
-
-def _traces(suite: Suite) -> dict[str, Trace]:
-    """Every trace of the suite, whichever jobs run.
-
-    Raises:
-        KvtoolError: `trace-changed` naming both digests; what opening or verifying a trace says.
-    """
-    opened = {}
-    for name, wanted in suite.traces.items():
-        trace = open_trace(wanted.path)
-        if trace.digest != wanted.digest:
-            raise KvtoolError(
-                "trace-changed",
-                f"trace {name!r} ({wanted.path}) has the digest {trace.digest}, the suite expects {wanted.digest}",
-                "bring the recorded trace back; if it was captured anew on purpose, write its digest into "
-                f"{suite.path} and run --update",
-            )
-        if suite.verify:
-            report = verify_bytes(wanted.path)
-            if report.damage:
-                raise damage_error(wanted.path, report)
-        opened[name] = trace
-    return opened
-
-
-def _refuse_other_traces(suite: Suite, jobs: list[Job], baseline: Mapping[str, Any]) -> None:
-    """Numbers of two traces are not compared.
-
-    Raises:
-        KvtoolError: code `trace-changed`.
-    """
-    for job in jobs:
-        now, then = suite.traces[job.trace].digest, baseline.get(job.name, {}).get("trace")
-        if then not in (None, now):
-            raise KvtoolError(
-                "trace-changed",
-                f"job {job.name!r} was recorded on a trace with the digest {then}, the suite now names {now}",
-                "run --update to record the job anew, and say in the commit why the trace changed",
-            )
-
-
-def _planned(suite: Suite, jobs: list[Job], traces: Mapping[str, Trace]) -> dict[str, KvtoolError]:
-    """Check every job's options against its trace before the first one runs; job -> why it cannot run.
-
-    Raises:
-        KvtoolError: code `suite` where the suite asks for something that does not exist.
-    """
-    faults = {}
-    for job in jobs:
-        options = dict(job.options)
-        layers, sequences = options.pop("layers", None), options.pop("sequences", None)
-        try:
-            with contextlib.chdir(suite.folder):
-                work_of(traces[job.trace], make_plan(job.policies, **options), layers, sequences)
-        except KvtoolError as error:
-            # A policy's file that is there and cannot be loaded has a cause: the job is at fault, not the suite.
-            if error.code in ASKED_WRONGLY and error.__cause__ is None:
-                raise KvtoolError("suite", f"{suite.path}: job {job.name!r}: {error.message}", error.hint) from error
-            faults[job.name] = error
-    return faults
-
-
-def _folders(jobs: list[Job], output: Path | None, force: bool) -> dict[str, Path]:
-    """Job -> where its result is kept.
-
-    Raises:
-        KvtoolError: `usage` where two names make one folder, `output-exists` for a result without `force`.
-    """
-    found: dict[str, Path] = {}
-    for job in jobs if output is not None else ():
-        assert output is not None
-        folder = output / (re.sub(r"[^\w.-]+", "-", job.name).strip("-.") or "job")
-        if folder in found.values():
-            raise KvtoolError("usage", f"two jobs would be kept in {folder}", "give them names that differ in letters")
-        if folder.is_file():
-            raise KvtoolError("usage", f"{folder} is a file, not a folder for results")
-        if (folder / "manifest.json").exists() and not force:
-            raise KvtoolError("output-exists", f"{folder} holds a result already", "choose another -o, or add --force")
-        found[job.name] = folder
-    return found
 
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

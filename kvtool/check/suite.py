@@ -33,7 +33,8 @@ class Job:
     """One replay that is checked.
 
     Attributes:
-        metrics: columns of cells, or of layers or query heads (then their mean over the cell).
+        metrics: columns of cells, or of layers or query heads (then their mean over the cell), or metrics with all
+            their columns.
         decisions: whether evict steps are compared too.
         options: keyword arguments of `kvtool.replay`, as far as they were given.
     """
@@ -62,6 +63,18 @@ class Suite:
 
     def tolerance(self, metric: str) -> Tolerance:
         return self.tolerances.get(metric, self.tolerances["default"])
+
+    def refuse_other_tolerances(self, columns: Iterable[str]) -> None:
+        """A tolerance for what no job checks is a slip of the pen.
+
+        Raises:
+            KvtoolError: code `suite`.
+        """
+        known = sorted({"default", *columns})
+        for name in self.tolerances:
+            if name not in known:
+                sentence = f"{self.path}: tolerances: no job has the column {name!r}"
+                raise KvtoolError("suite", sentence, did_you_mean(name, known))
 
     def chosen(self, only: Iterable[str]) -> list[Job]:
         """The jobs of these names, all for none.
@@ -211,7 +224,7 @@ class _Reader:
                 )
             if job.name in [other.name for other in jobs[:number]]:
                 raise self._wrong("", f"two jobs are called {job.name!r}", "the baseline knows jobs by their names")
-        tolerances = self._tolerances(self._table(top.get("tolerances", {}), "tolerances "), jobs)
+        tolerances = self._tolerances(self._table(top.get("tolerances", {}), "tolerances "))
         verify = self._value(_flag, "", "verify", top.get("verify", False))
         return Suite(self._file, self._folder, baseline, traces, jobs, tolerances, verify)
 
@@ -246,12 +259,9 @@ class _Reader:
             options={key: found[key] for key in OPTIONS if key in found},
         )
 
-    def _tolerances(self, table: Mapping[str, Any], jobs: Iterable[Job]) -> dict[str, Tolerance]:
-        known = sorted({"default", *(metric for job in jobs for metric in job.metrics)})
+    def _tolerances(self, table: Mapping[str, Any]) -> dict[str, Tolerance]:
         found = {"default": Tolerance()}
         for name in sorted(table, key=lambda name: name != "default"):
-            if name not in known:
-                raise self._wrong("tolerances: ", f"no job has the metric {name!r}", did_you_mean(name, known))
             where = f"tolerances: {name}: "
             parts = self._table(table[name], f"tolerances: {name} ", ("absolute", "relative"))
             for key, value in parts.items():

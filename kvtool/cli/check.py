@@ -23,11 +23,15 @@ def command(
         str | None,
         typer.Option(help="github: findings as annotations on stderr; none. Default: github inside GitHub Actions."),
     ] = None,
+    no_plugins: Annotated[
+        bool, typer.Option("--no-plugins", help="Leave out policies and metrics of other packages.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace finished results in the output folder.")] = False,
 ) -> int:
     """Replay a suite of stored traces and compare decisions and numbers with its baseline. Exit 1: something moved."""
+    from kvtool import plugins
     from kvtool.check import check
     from kvtool.check.annotations import github_annotations, github_error
     from kvtool.check.junit import writable, write_junit
@@ -40,7 +44,7 @@ def command(
     try:
         if junit is not None:
             writable(junit)
-        with progress_on_terminal("check") as progress:
+        with plugins.switched_off(no_plugins), progress_on_terminal("check") as progress:
             found = check(
                 suite, update=update, strict=strict, only=only or (), output=output, force=force, progress=progress
             )
