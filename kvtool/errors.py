@@ -42,6 +42,10 @@ CODES: dict[str, str] = {
     "not-finite": "NaN or infinity where a number is needed",
     "dtype": "a dtype that a trace cannot store",
     "dump": "a dump for import that does not hold what docs/import.md asks for",
+    "suite": "a suite of kvtool check that asks for something that does not exist, or is not readable",
+    "baseline": "a baseline of kvtool check that is not there yet, or that kvtool did not write",
+    "trace-changed": "a trace whose digest is not the one that a suite or its baseline names",
+    "job-failed": "jobs of a suite that did not run, so that no baseline was written",
     "no-queries": "the sequence has no query at or after the event",
 }
 
@@ -70,6 +74,7 @@ HINTS: dict[str, str] = {
     "dump": "docs/import.md says what a dump holds",
     "dtype": "cast to float32, float16 or bfloat16",
     "result-damaged": "replay again with --force",
+    "suite": "docs/ci.md shows a whole suite",
 }
 
 

@@ -33,12 +33,15 @@ def commands(block: str) -> list[str]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what a reader of the pages has: the repository's samples, a text and some prompts."""
+    """A folder with what a reader of the pages has: the repository's samples, a text, some prompts and a suite."""
     texts = sorted((ROOT / "sample_traces" / "texts").glob("*.txt"))
     (tmp_path / "sample_traces").symlink_to(ROOT / "sample_traces")
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "text.txt").write_text("\n\n".join(t.read_text() for t in texts))
     (tmp_path / "prompt.txt").write_text("The harbour office stood at the end of the stone pier.")
+    suite = re.search(r"^```toml\n(.*?)^```", (ROOT / "docs" / "ci.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert suite is not None
+    (tmp_path / "gate.toml").write_text(suite[1])
     lines = [{"id": t.stem, "prompt": t.read_text()[:200]} for t in texts]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.chdir(tmp_path)

@@ -25,6 +25,7 @@ CALL = f"('{TINY}', ['knorm'], ratios=['0.5'], layers=[0])"
         "from kvtool import capture, live, open_trace, Result; assert callable(capture) and callable(live)",
         "import kvtool.synth.scene, kvtool; assert callable(kvtool.synth)",
         "import kvtool.capture.request, kvtool; assert callable(kvtool.capture)",
+        "import kvtool.check.judge, kvtool; assert callable(kvtool.check)",
     ],
 )
 def test_every_way_in_calls_the_function(code: str) -> None:
@@ -36,5 +37,5 @@ def test_dir_lists_the_doors_and_nothing_else() -> None:
     import kvtool
 
     assert [name for name in dir(kvtool) if not name.startswith("_")] == sorted(
-        ["KvtoolError", "Result", "ablate", "capture", "live", "open_trace", "replay", "synth"]
+        ["KvtoolError", "Result", "ablate", "capture", "check", "live", "open_trace", "replay", "synth"]
     )
