@@ -29,7 +29,7 @@ MOST_DETAILED = 3  # groups that are told whole
 FEW = 3  # groups that need no table of groups
 MOST_METRICS = 8  # beside those of cells
 MOST_SETTINGS = 20
-_GIVES_WAY = ("B : A", "B - A", "A")
+_GIVES_WAY = ("Student's t", "B : A", "B - A", "A")
 
 
 def diff_page(document: Document) -> list[Part]:
@@ -119,11 +119,12 @@ def _numbers(entry: Document) -> dict[str, str]:
         "B - A": number(entry["difference"], True),
         "B : A": times(entry["ratio"]),
         "95 % interval": interval(entry),
+        "Student's t": interval(entry, "t_"),
         "verdict": said,
     }
 
 
-_NUMBERS = ("A", "B", "B - A", "B : A", "95 % interval", "verdict")
+_NUMBERS = ("A", "B", "B - A", "B : A", "95 % interval", "Student's t", "verdict")
 
 
 def _all_groups(groups: Sequence[Document]) -> list[Part]:
@@ -164,8 +165,8 @@ def _all_groups(groups: Sequence[Document]) -> list[Part]:
 
 def _with_intervals(rows: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
     """The columns of numbers, without intervals where one sequence gives none."""
-    some = any(row["95 % interval"] != "-" for row in rows)
-    return tuple(name for name in _NUMBERS if some or name != "95 % interval")
+    empty = {name for name in ("95 % interval", "Student's t") if all(row[name] == "-" for row in rows)}
+    return tuple(name for name in _NUMBERS if name not in empty)
 
 
 def _metrics(group: Document) -> list[Part]:

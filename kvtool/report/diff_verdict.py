@@ -110,8 +110,10 @@ def _told(document: Document, group: Document, named: bool) -> str:
     text += f", {times(entry['ratio'])}" if entry["ratio"] is not None else ""
     over = f" over {count(document['sequences'], 'sequence')}"
     if entry["low"] is not None:
-        text += f", 95 % interval of the difference {interval(entry)}{over}"
-        text += "" if entry["sure"] else ", which holds 0"
+        student = interval(entry, "t_")
+        text += f", 95 % interval of the difference {interval(entry)}"
+        text += f" (Student's t {student})" if student != "-" else ""
+        text += over if entry["sure"] else f"{over}: unsure, since 0 is inside"
     else:
         text += f"{over}, so without an interval" if document["sequences"] == 1 else over
     return f"{text} ({group_name(group)})" if named else text
@@ -144,17 +146,13 @@ def trust(document: Document) -> list[str]:
     found = document.get("interval")
     if found is None:
         said.append(
-            "No interval: one sequence says nothing about another text."
+            "No interval: one sequence says nothing about another text; its heads and layers move together."
             if document["sequences"] == 1
             else "No interval: no sequence was paired."
         )
         return said
-    text = f"Interval: {100 * found['level']:g} % of {found['method']}, {found['resamples']} resamples"
-    text += f", seed {found['seed']}." if found.get("seed") is not None else "."
-    if found.get("coverage") is not None:
-        text += (
-            f" With {count(document['sequences'], 'sequence')} such an interval holds the true difference about "
-            f"{100 * found['coverage']:.0f} times in 100, not {100 * found['level']:g}."
-        )
-    said.append(f"{text} {found['note']}" if found.get("note") else text)
+    text = f"Interval: {100 * found['level']:g} %, {found['method']}, {found['resamples']} resamples"
+    said.append(f"{text}, seed {found['seed']}. A verdict is unsure where 0 lies inside it or inside Student's t.")
+    if found.get("note"):
+        said.append(f"{found['note'][:1].upper()}{found['note'][1:].rstrip('.')}.")
     return said

@@ -34,10 +34,10 @@ def times(value: float | None) -> str:
     return f"{value:.2f}x" if abs(value - 1) >= 0.01 else f"{value:.4f}x"
 
 
-def interval(entry: Mapping[str, Any]) -> str:
-    if entry.get("low") is None or entry.get("high") is None:
-        return "-"
-    return f"{_end(entry['low'])} … {_end(entry['high'])}"
+def interval(entry: Mapping[str, Any], kind: str = "") -> str:
+    """The interval of the difference; `kind` `t_` for Student's."""
+    low, high = entry.get(f"{kind}low"), entry.get(f"{kind}high")
+    return "-" if low is None or high is None else f"{_end(low)} … {_end(high)}"
 
 
 def _end(value: float) -> str:
@@ -51,7 +51,7 @@ def probability(value: float | None) -> str:
 
 
 def verdict(entry: Mapping[str, Any]) -> str:
-    """Which way it went and what that means: `↑ worse`; `unsure` where the interval holds 0."""
+    """Which way it went and what that means: `↑ worse`; `unsure` where an interval holds 0."""
     word = str(entry["verdict"])
     if word in ("same", "within", "undefined"):
         return {"same": "= same", "within": "≈ within", "undefined": "undefined"}[word]
@@ -114,9 +114,7 @@ def _pair(a: Any, b: Any) -> str | None:
 
 def ordering(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The metric that this group is judged by first; None where nothing was compared."""
-    by_name: dict[str, Mapping[str, Any]] = {
-        entry["metric"]: entry for entry in group["metrics"] if entry["a"] is not None
-    }
+    by_name: dict[str, Mapping[str, Any]] = {e["metric"]: e for e in group["metrics"] if e["a"] is not None}
     return next((by_name[name] for name in ORDERING if name in by_name), next(iter(by_name.values()), None))
 
 
