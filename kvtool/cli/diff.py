@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvtool.errors import KvtoolError
+
 
 def command(
     a: Annotated[str, typer.Argument(metavar="A", help="A result folder, or folder::policy@ratio@schedule.")],
@@ -35,3 +37,52 @@ def command(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown for a pull request instead.")] = False,
 ) -> None:
     """Compare two results: what differs, in which layers, heads and tokens. Exits 1 if B is worse."""
+    if as_json and markdown:
+        raise KvtoolError("usage", "--json and --markdown are two answers", "choose one")
+    if traces:
+        given = {"--trace": trace, "--by": by, "--metric": metric, "--relative": relative, "--absolute": absolute}
+        wrong = [name for name, value in {**given, "--sequences": sequences, "--markdown": markdown}.items() if value]
+        if wrong:
+            raise KvtoolError("usage", f"{', '.join(wrong)} is for results, --traces compares traces", "leave it out")
+        _traces(a, b, as_json)
+        return
+    if tokens < 0:
+        raise KvtoolError("usage", f"--tokens {tokens} is below 0", "--tokens 0 names none")
+    from kvtool.cli.console import answer, hint, json_answer, progress_on_terminal, terminal_width
+    from kvtool.compare import diff
+    from kvtool.report.diff_words import next_command
+    from kvtool.report.markdown_diff import markdown_diff
+    from kvtool.report.terminal_diff import diff_parts
+
+    places = [word for word in (by, "sequence" if sequences else None) if word]
+    with progress_on_terminal("diff") as progress:
+        found = diff(
+            a,
+            b,
+            trace=trace,
+            by=places,
+            metrics=metric or (),
+            relative=relative,
+            absolute=absolute,
+            tokens=tokens,
+            progress=progress,
+        )
+    document = found.document()
+    if as_json:
+        json_answer(document)
+    elif markdown:
+        typer.echo(markdown_diff(document), nl=False)
+    else:
+        answer(*diff_parts(document, terminal_width()))
+    for warning in document["warnings"]:
+        hint("warning", warning)
+    hint("next", next_command(document))
+    if found.worse:
+        raise typer.Exit(1)
+
+
+def _traces(a: str, b: str, as_json: bool) -> None:
+    from kvtool.cli.traces import traces_answer
+
+    if traces_answer(a, b, as_json):
+        raise typer.Exit(1)

@@ -69,6 +69,8 @@ def _kind(document: Document, groups: Sequence[Document]) -> str:
         layers = sorted({layer for group in groups for layer in layers_that(group, "behaviour")})
         if layers:
             text += f", layer{'s' * (len(layers) != 1)} {spelled(layers)}"
+        first = next((group["first"] for group in groups if group.get("first") and group["kind"] == kind), None)
+        text += f"; first: {first}" if first else ""
     if document.get("ties"):
         text += f"; {count(document['ties'], 'set')} differ{'s' * (document['ties'] == 1)} in ties only"
     return f"{text}."
@@ -80,6 +82,10 @@ def _verdict(document: Document, groups: Sequence[Document]) -> str:
     )
     if document["worse"] and missing:
         return f"Not passed: {count(sum(e['rows'] for e in document['only_a']), 'row')} of A missing in B."
+    lacking = [g for g in groups if g.get("lost")]
+    if lacking and not any(e["verdict"] == "worse" for g in groups for e in g["metrics"]):
+        names = ", ".join(lacking[0]["lost"])
+        return f"Not passed: B has no {names} where A has, in {group_name(lacking[0])}."
     worse = [g for g in groups if any(e["verdict"] == "worse" for e in g["metrics"])]
     better = [g for g in groups if any(e["verdict"] == "better" for e in g["metrics"])]
     moved = [g for g in groups if any(e["verdict"] == "moved" for e in g["metrics"])]

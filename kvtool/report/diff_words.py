@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -120,11 +121,11 @@ def ordering(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def telling(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The metric that says what happened: the ordering one, unless only another one is worse."""
-    worse = [entry for entry in group["metrics"] if entry["verdict"] == "worse"]
+    worse: list[Mapping[str, Any]] = [entry for entry in group["metrics"] if entry["verdict"] == "worse"]
     first = ordering(group)
     if not worse or (first is not None and first["verdict"] == "worse"):
         return first
-    named = {entry["metric"]: entry for entry in worse}
+    named: dict[str, Mapping[str, Any]] = {entry["metric"]: entry for entry in worse}
     return next((named[name] for name in ORDERING if name in named), worse[0])
 
 
@@ -149,3 +150,30 @@ def layers_that(group: Mapping[str, Any], *kinds: str) -> list[int]:
 def spelled(ids: Sequence[int]) -> str:
     """Layers as people write them: `0, 7-9`."""
     return spans(ids).replace(",", ", ")
+
+
+def next_command(document: Mapping[str, Any]) -> str:
+    """What a reader may want to run next."""
+    a, b = document["a"], document["b"]
+    if not document["groups"]:
+        return f"kvtool diff {shlex.quote(str(a['label']))} OTHER holds it against another run"
+    if document.get("by"):
+        return f"kvtool diff {shlex.quote(str(a['label']))} {shlex.quote(str(b['label']))} --markdown is for a pull request"
+    worst = min(document["groups"], key=worsening)
+    sides = [f"{side['path']}::{_selector(worst, end)}" for side, end in ((a, "a"), (b, "b"))]
+    return f"kvtool diff {shlex.quote(sides[0])} {shlex.quote(sides[1])} --by layer tells every layer apart"
+
+
+def _selector(group: Mapping[str, Any], side: str) -> str:
+    """What picks that side of the group from its result."""
+    ratio, budget, schedule = (
+        group.get(f"{name}_b", group.get(name)) if side == "b" else group.get(name)
+        for name in ("ratio", "budget", "schedule")
+    )
+    asked_ = ratio if ratio is not None else budget
+    label = group.get("policy", group.get(f"policy_{side}"))
+    return (
+        str(label)
+        + (f"@{asked_:g}" if ratio is not None else f"@{asked_}" if budget is not None else "")
+        + (f"@{schedule}" if schedule and schedule != "prompt-end" and asked_ is not None else "")
+    )
