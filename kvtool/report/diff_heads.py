@@ -67,7 +67,7 @@ def heads(group: Document) -> list[Part]:
     if wins and wins["a"] + wins["b"] + wins["even"]:
         text = f"Query heads by {wins['metric']}: A is better in {wins['a']}, B in {wins['b']}, even {wins['even']}"
         found.append(Line(f"{text}{_significant(group.get('significant_heads'))}."))
-    worst = [entry for entry in group.get("worst_heads") or () if entry["difference"]][:MOST_HEADS]
+    worst = [entry for entry in group.get("worst_heads") or () if (entry["difference"] or 0) > 0][:MOST_HEADS]
     if not worst:
         return found
     rows = [
@@ -169,7 +169,7 @@ def _token_grid(entries: Sequence[Document], title: str, several: bool) -> Grid:
         gives_way=("position", "worst at", "mass"),
         code=("text",),
         explains=explains,
-        title=f"{title} ({count(len(entries), 'token')}, most damage first)" if measured else title,
+        title=f"{title} ({count(len(entries), 'token')}, dearest over all heads first)" if measured else title,
         caption=caption,
     )
 

@@ -119,7 +119,7 @@ def _told(document: Document, group: Document, named: bool) -> str:
         student = interval(entry, "t_")
         text += f", 95 % interval of the difference {interval(entry)}"
         text += f" (Student's t {student})" if student != "-" else ""
-        text += over if entry["sure"] else f"{over}: unsure, since 0 is inside"
+        text += over if entry["sure"] else f"{over}: unsure, since 0 lies inside"
     else:
         text += f"{over}, so without an interval" if document["sequences"] == 1 else over
     return f"{text} ({group_name(group)})" if named else text
