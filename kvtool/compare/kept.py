@@ -43,7 +43,7 @@ class HeadSets:
             raise KvtoolError(
                 "shape",
                 f"evict_step of sequence {self.sequence}, layer {self.layer}, KV head {self.kv_head} has "
-                f"{list(self.a.shape)} tokens on one side and {list(self.b.shape)} on the other",
+                f"{self.a.numel()} tokens on one side and {self.b.numel()} on the other",
                 "only runs of equally long sequences have kept sets to compare",
             )
 

@@ -13,9 +13,7 @@ TOKENS, EVENT = 12, 8
 
 def head(a: dict[int, int], b: dict[int, int], *, layer: int = 0, kv_head: int = 0, **more: int) -> HeadSets:
     """`a` and `b` map an evicted row to the step of its eviction."""
-    sides = [
-        torch.tensor([gone.get(row, TOKENS) for row in range(TOKENS)], dtype=torch.int32) for gone in (a, b)
-    ]
+    sides = [torch.tensor([gone.get(row, TOKENS) for row in range(TOKENS)], dtype=torch.int32) for gone in (a, b)]
     return HeadSets(more.pop("sequence", 0), layer, kv_head, *sides, EVENT, EVENT, **more)
 
 
