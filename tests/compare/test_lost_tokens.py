@@ -266,7 +266,11 @@ def test_queries_that_were_not_stored_cannot_miss_a_token(tmp_path: Path) -> Non
         assert one["attention_mass"] == pytest.approx(expected[one["token"]]["mass"], rel=1e-10)
 
 
-def test_nan_in_an_unseen_row_stays_there_and_in_a_seen_one_is_an_error(tmp_path: Path) -> None:
+def test_nan_in_an_unseen_row_stays_there_and_in_a_seen_one_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtool.trace.spool.Spool._refuse_not_finite", lambda self, block: None)  # another writer
+
     def plant(sequence: int, layer: int, arrays: dict[str, torch.Tensor]) -> None:
         if layer == 3 and sequence == 0:
             arrays["values"][1, 2] = float("nan")  # out of the window of 9 from step 11 on
