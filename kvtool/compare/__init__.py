@@ -1,0 +1,1 @@
+"""Compare: two sides of the same measurement, and what parts them. Prints nothing, judges by stated tolerances."""
