@@ -36,6 +36,7 @@ HOMES = {
     "transformers": ("kvtool/capture/", "kvtool/live/"),
     "safetensors": ("kvtool/capture/", "kvtool/trace/"),
     "triton": ("kernels/",),
+    "scipy": ("kvtool/compare/",),
 }
 
 
