@@ -13,7 +13,7 @@ import traceback
 
 import typer
 
-from kvtool.cli import ablate, capture, import_, inspect, live, policies, replay, synth
+from kvtool.cli import ablate, capture, diff, import_, inspect, live, policies, replay, synth
 from kvtool.errors import KvtoolError
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app.command("policies")(policies.command)
 app.command("replay")(replay.command)
 app.command("live")(live.command)
 app.command("ablate")(ablate.command)
+app.command("diff")(diff.command)
 
 verbosity = 0
 
