@@ -25,6 +25,9 @@ class Event:
         ties: [Hk] tokens whose fate a tie decided.
         margin: [Hk] float64, lowest kept unprotected score minus highest evicted one;
             NaN where nothing unprotected was kept or nothing evicted.
+        relative_margin: [Hk] float64, the margin relative to the scores about the cut; NaN where it is none
+            or infinite.
+        near_ties: [Hk] unprotected tokens that rounding could have put on the other side of the cut.
         sinks, window: protection in force: first rows, newest rows.
         overfull: protection exceeded the budget in some head.
         ranking: [Hk, N] int64, 1 = kept last, over all candidates (protected first);
@@ -43,6 +46,8 @@ class Event:
     achieved: Tensor
     ties: Tensor
     margin: Tensor
+    relative_margin: Tensor
+    near_ties: Tensor
     sinks: int
     window: int
     overfull: bool = False

@@ -68,7 +68,7 @@ class Choice:
 
     Attributes:
         keep: per KV head [N_h] bool over its candidates.
-        achieved, ties, fallback: [Hk] int64; margin: [Hk] float64; as in `Event`.
+        achieved, ties, near_ties, fallback: [Hk] int64; margin, relative_margin: [Hk] float64; as in `Event`.
         ranking: [Hk, N], None where heads hold caches of different lengths.
         diagnostics: name -> [H].
     """
@@ -77,6 +77,8 @@ class Choice:
     achieved: Tensor
     ties: Tensor
     margin: Tensor
+    relative_margin: Tensor
+    near_ties: Tensor
     overfull: bool
     fallback: Tensor
     ranking: Tensor | None
@@ -167,6 +169,24 @@ def choose(
     return _choice(selections, fallback, diagnostics, len(scored) == 1)
 
 
+def untouched(rows: Many[Tensor]) -> Choice:
+    """Everything stays, and nobody was asked: what an event does at which all fits."""
+    nothing = torch.zeros(len(rows), dtype=torch.int64)
+    undefined = torch.full((len(rows),), torch.nan, dtype=torch.float64)
+    return Choice(
+        keep=[torch.ones_like(mine, dtype=torch.bool) for mine in rows],
+        achieved=torch.tensor([len(mine) for mine in rows]),
+        ties=nothing,
+        margin=undefined,
+        relative_margin=undefined,
+        near_ties=nothing,
+        overfull=False,
+        fallback=nothing,
+        ranking=None,
+        diagnostics={},
+    )
+
+
 def newest(
     label: str, layer: Layer, rows: Many[Tensor], allowed: Many[int], shield: Protection, step: int, block: int
 ) -> Choice:
@@ -190,7 +210,7 @@ def ranked(label: str, scores: Tensor, view: View, shield: Protection) -> Rankin
 
 def _cut(label: str, scores: Tensor, view: View, allowed: Many[int], shield: Protection, block: int) -> Selection:
     if block == 1:
-        return cut(ranked(label, scores, view, shield), allowed)
+        return cut(ranked(label, scores, view, shield), allowed, view.dtype)
     try:
         return select_pages(
             scores,
@@ -200,6 +220,7 @@ def _cut(label: str, scores: Tensor, view: View, allowed: Many[int], shield: Pro
             sinks=shield.sinks,
             window=shield.window,
             step=view.step,
+            dtype=view.dtype,
         )
     except NaNScore as found:
         raise _nan(label, view, found) from None
@@ -243,6 +264,8 @@ def _choice(selections: Many[Selection | None], fallback: Tensor, diagnostics: d
         achieved=each("achieved"),
         ties=each("ties"),
         margin=each("margin"),
+        relative_margin=each("relative_margin"),
+        near_ties=torch.stack([selection.near[head].sum() for head, selection in enumerate(found)]),
         overfull=any(selection.overfull for selection in found),
         fallback=fallback,
         ranking=found[0].ranking if even else None,

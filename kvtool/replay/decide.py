@@ -21,7 +21,7 @@ from kvtool.budget import Budget
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
 from kvtool.replay.ask import observed, protection_of, started
-from kvtool.replay.choose import Answer, Choice, First, choose, filled, newest, score_caches
+from kvtool.replay.choose import Answer, Choice, First, choose, filled, newest, score_caches, untouched
 from kvtool.replay.telemetry import TensorBytes, compact
 from kvtool.retained import Event, RetainedSet
 from kvtool.schedule import Clock, PromptEnd, Schedule
@@ -186,7 +186,7 @@ class Track:
         allowed = self._allocator.allocate(self._budget, step - oldest, heads)
         repeats = rules.schedule.repeats
         if repeats and all(count <= most for count, most in zip(found.tolist(), allowed, strict=True)):
-            self._record(step, rows, found, allowed, None, rules.protection, {}, None)
+            self._record(step, rows, found, allowed, untouched(rows), rules.protection, {}, None)
             return
         answer = self._answer(step, rows)
         view = answer.scored[0].view
@@ -259,7 +259,7 @@ class Track:
     def _leave_whole(self, step: int) -> None:
         rows = self._rows(self._seen_from[step], step)
         found = torch.tensor([len(mine) for mine in rows])
-        self._record(step, rows, found, found.tolist(), None, self._rules.protection, {}, None)
+        self._record(step, rows, found, found.tolist(), untouched(rows), self._rules.protection, {}, None)
 
     def _record(
         self,
@@ -267,32 +267,33 @@ class Track:
         rows: list[Tensor],
         found: Tensor,
         allowed: Many[int],
-        choice: Choice | None,
+        choice: Choice,
         shield: Protection,
         seconds: dict[str, float],
         temporary_bytes: int | None,
     ) -> None:
-        heads, once = found.numel(), not self._rules.schedule.repeats
+        once = not self._rules.schedule.repeats
         by_token = self._rules.schedule.block == 1  # pages have ranks, their tokens have none of their own
-        nothing = torch.zeros(heads, dtype=torch.int64)
         # One ranking stands for all budgets only where the protection does not depend on the budget.
         nested = self._policy.nested and self._first.shields[-1:] == self._first.shields[:1]
-        ranking = choice.ranking if choice and once and nested and by_token else None
+        ranking = choice.ranking if once and nested and by_token else None
         self._events.append(
             Event(
                 step=step,
                 candidates=torch.stack(rows) if once else None,
                 budget=torch.tensor(list(allowed)),
-                achieved=found if choice is None else choice.achieved,
-                ties=nothing if choice is None else choice.ties,
-                margin=torch.full((heads,), torch.nan, dtype=torch.float64) if choice is None else choice.margin,
+                achieved=choice.achieved,
+                ties=choice.ties,
+                margin=choice.margin,
+                relative_margin=choice.relative_margin,
+                near_ties=choice.near_ties,
                 sinks=shield.sinks,
                 window=shield.window,
-                overfull=choice is not None and choice.overfull,
+                overfull=choice.overfull,
                 ranking=ranking,
-                diagnostics={} if choice is None else choice.diagnostics,
+                diagnostics=choice.diagnostics,
                 found=found,
-                fallback=nothing if choice is None else choice.fallback,
+                fallback=choice.fallback,
                 seconds=seconds,
                 temporary_bytes=temporary_bytes,
             )

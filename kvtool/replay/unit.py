@@ -17,6 +17,7 @@ from kvtool.layer import Layer
 from kvtool.metrics import BUILT_IN, StepErrors, ages, built_in_metrics, evaluate_cells, landmark_entries, nullable
 from kvtool.metrics.cache_size import live_tokens
 from kvtool.replay.decide import donor_of, run_schedule
+from kvtool.replay.decisions import decision_entries
 from kvtool.replay.decompose import Say, decompose_unit
 from kvtool.replay.events import event_entries
 from kvtool.replay.landmarks import about
@@ -276,24 +277,4 @@ def _cache(key: dict[str, Any], retained: RetainedSet, layer: Layer, steps: Tens
     found = live_tokens(retained.evict_step, layer.geometry)[:, steps].tolist()
     return [
         {**key, "kv_head": head, "steps": steps.tolist(), "cache_tokens": tokens} for head, tokens in enumerate(found)
-    ]
-
-
-def decision_entries(key: dict[str, Any], retained: RetainedSet) -> list[dict[str, Any]]:
-    """One entry of the table `evict_steps` per KV head; `event` is the step of the first one. Ties are those of all
-    events, the margin is the smallest."""
-    digest, events = retained.digest(), retained.events
-    margins = torch.stack([event.margin for event in events]) if events else torch.empty(0, len(retained.evict_step))
-    return [
-        {
-            **key,
-            "event": events[0].step if events else None,
-            "achieved": fmean(float(event.achieved[head]) for event in events) if events else None,
-            "kv_head": head,
-            "digest": digest,
-            "ties": sum(int(event.ties[head]) for event in events),
-            "margin": min(margins[:, head][~margins[:, head].isnan()].tolist(), default=None),
-            "evict_step": retained.evict_step[head].tolist(),
-        }
-        for head in range(retained.evict_step.shape[0])
     ]

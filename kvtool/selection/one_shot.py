@@ -11,6 +11,10 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 from kvtool.selection.ranking import Ranking, rank
 
+# How far rounding may move a score, relative to the scores about it: what another order of the same sums does, and a
+# hundred times less than a narrower dtype would.
+ROUNDING, ROUNDING_FLOAT64 = 1e-5, 1e-10
+
 
 @dataclass(frozen=True, eq=False)
 class Selection:
@@ -23,6 +27,9 @@ class Selection:
             runs through them; 0 where it does not.
         margin: [Hk] float64, lowest kept unprotected score minus highest evicted one (0 at a
             tie, infinities included); NaN where one of the two does not exist.
+        relative_margin: [Hk] float64, the margin over the larger of the scores at the cut and the median unprotected
+            one, all by magnitude; NaN where there is no margin or it is infinite.
+        near: [Hk, N] bool, unprotected tokens that rounding could have put on the other side of the cut.
         overfull: the protection exceeded the budget in some head, so protected tokens went too.
         ranking: [Hk, N] int64, 1 = kept last.
     """
@@ -31,12 +38,17 @@ class Selection:
     achieved: Tensor
     ties: Tensor
     margin: Tensor
+    relative_margin: Tensor
+    near: Tensor
     overfull: bool
     ranking: Tensor
 
 
-def cut(ranking: Ranking, budgets: Sequence[int]) -> Selection:
+def cut(ranking: Ranking, budgets: Sequence[int], dtype: torch.dtype | None = None) -> Selection:
     """Keep the first `budgets[h]` of every KV head; any number of cuts shares one ranking.
+
+    Args:
+        dtype: what the scores were computed in, which says how far rounding may move them; None is their own.
 
     Raises:
         KvtoolError: code `shape` unless there is one budget per KV head, none of them negative.
@@ -52,6 +64,9 @@ def cut(ranking: Ranking, budgets: Sequence[int]) -> Selection:
     between = (achieved > ranking.protected) & (achieved < candidates)
     ties = torch.zeros(heads, dtype=torch.int64, device=device)
     margin = torch.full((heads,), torch.nan, dtype=torch.float64, device=device)
+    relative = margin.clone()
+    close = torch.zeros_like(ranking.ordered, dtype=torch.bool)  # in rank order
+    rounding = ROUNDING_FLOAT64 if (dtype or ranking.ordered.dtype) == torch.float64 else ROUNDING
     for head in between.nonzero()[:, 0].tolist():
         scores = ranking.ordered[head]
         last_kept, first_evicted = scores[achieved[head] - 1], scores[achieved[head]]
@@ -60,7 +75,36 @@ def cut(ranking: Ranking, budgets: Sequence[int]) -> Selection:
             margin[head] = 0.0
         else:
             margin[head] = last_kept.to(torch.float64) - first_evicted.to(torch.float64)
-    return Selection(keep, achieved, ties, margin, bool((achieved < ranking.protected).any()), ranking.ranking)
+        free, place = scores[ranking.protected[head] :].to(torch.float64), int(achieved[head] - ranking.protected[head])
+        scale = _scale(free, place)
+        if torch.isfinite(margin[head]):
+            relative[head] = margin[head] / scale if scale > 0 else 0.0
+        close[head, ranking.protected[head] :] = _close(free, place, rounding * scale)
+    return Selection(
+        keep=keep,
+        achieved=achieved,
+        ties=ties,
+        margin=margin,
+        relative_margin=relative,
+        near=close.gather(1, ranking.ranking - 1),
+        overfull=bool((achieved < ranking.protected).any()),
+        ranking=ranking.ranking,
+    )
+
+
+def _scale(scores: Tensor, place: int) -> float:
+    """How large scores are about the cut before `place`: the larger of those beside it and the median, by magnitude."""
+    sizes = scores.abs()
+    beside, finite = sizes[place - 1 : place + 1], sizes[torch.isfinite(sizes)]
+    known: list[float] = [*beside[torch.isfinite(beside)].tolist(), float(finite.median()) if finite.numel() else 0.0]
+    return max(known)
+
+
+def _close(scores: Tensor, place: int, distance: float) -> Tensor:
+    """[n] bool: kept ones within `distance` of the first evicted, evicted ones within it of the last kept."""
+    last_kept, first_evicted = scores[place - 1], scores[place]
+    other = torch.where(torch.arange(scores.numel(), device=scores.device) < place, first_evicted, last_kept)
+    return (scores == other) | ((scores - other).abs() <= distance)
 
 
 def select(scores: Tensor, tokens: Tensor, budgets: Sequence[int], *, sinks: int, window: int, step: int) -> Selection:

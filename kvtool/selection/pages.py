@@ -10,7 +10,15 @@ from kvtool.selection.ranking import NaNScore, rank
 
 
 def select_pages(
-    scores: Tensor, tokens: Tensor, budget: int, *, block: int, sinks: int, window: int, step: int
+    scores: Tensor,
+    tokens: Tensor,
+    budget: int,
+    *,
+    block: int,
+    sinks: int,
+    window: int,
+    step: int,
+    dtype: torch.dtype | None = None,
 ) -> Selection:
     """Keep whole pages of `block` rows; row i lies in page i // block, whoever else is left in it.
 
@@ -23,10 +31,11 @@ def select_pages(
         tokens: [N] int64 candidates, ascending, the same in every head.
         budget: tokens that every KV head may keep.
         sinks, window, step: see `rank`, in rows.
+        dtype: see `cut`.
 
     Returns:
-        The selection over tokens. `ties` and `margin` speak of pages, `overfull` also where the page that is
-        being filled does not fit.
+        The selection over tokens. `ties` and `margin` speak of pages, `near` of their tokens, `overfull` also
+        where the page that is being filled does not fit.
 
     Raises:
         NaNScore: a score is NaN.
@@ -51,7 +60,7 @@ def select_pages(
     ranking = rank(by_page[None], pages[None], sinks=-(-sinks // block), window=ahead - first_recent, step=ahead)
     order = ranking.ranking[0].argsort()
     fitting = int((sizes[order].cumsum(0) <= budget).sum())
-    chosen = cut(ranking, [fitting])
+    chosen = cut(ranking, [fitting], dtype or scores.dtype)
     kept = chosen.keep[0] | filling
     stays = kept[member]
     achieved = int(sizes[kept].sum())
@@ -60,6 +69,8 @@ def select_pages(
         achieved=torch.full((heads,), achieved),
         ties=chosen.ties.expand(heads).clone(),
         margin=chosen.margin.expand(heads).clone(),
+        relative_margin=chosen.relative_margin.expand(heads).clone(),
+        near=chosen.near[0][member].expand(heads, count).clone(),
         overfull=chosen.overfull or achieved > budget,
         ranking=ranking.ranking[0][member].expand(heads, count).clone(),
     )

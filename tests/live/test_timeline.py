@@ -146,7 +146,7 @@ def sequence_of(length, prompt):
 
 def event(step):
     nothing = torch.zeros(1)
-    return Event(step, None, nothing, nothing, nothing, nothing, 0, 0)
+    return Event(step, None, *[nothing] * 6, 0, 0)
 
 
 def test_very_many_events_share_spans_and_layers_share_their_events():

@@ -24,7 +24,7 @@ def sliding(window: int) -> Geometry:
 
 def event_at(step: int, sinks: int = 2, window: int = 5) -> Event:
     none = torch.zeros(2)
-    return Event(step, torch.arange(step), none, none, none, none, sinks=sinks, window=window)
+    return Event(step, torch.arange(step), *[none] * 6, sinks=sinks, window=window)
 
 
 def random_run(tokens: int, steps: list[int], window: int | None = None, seed: int = 0) -> RetainedSet:

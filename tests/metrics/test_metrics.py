@@ -198,7 +198,7 @@ def test_mass_regret_without_a_least_loss() -> None:
 
 def make_event(ranking: Tensor | None, candidates: Tensor) -> Event:
     none = torch.zeros(2)
-    return Event(15, candidates, none, none, none, none, sinks=2, window=3, ranking=ranking)
+    return Event(15, candidates, *[none] * 6, sinks=2, window=3, ranking=ranking)
 
 
 def test_mass_regret_looks_at_unprotected_candidates_only() -> None:

@@ -43,7 +43,7 @@ def make_layer(
 
 def make_event(step: int = PROMPT, first: int = 0) -> Event:
     none = torch.zeros(KV_HEADS)
-    return Event(step, torch.arange(first, step), none, none, none, none, sinks=4, window=8)
+    return Event(step, torch.arange(first, step), *[none] * 6, sinks=4, window=8)
 
 
 def evicting(*rows: int, step: int = PROMPT) -> RetainedSet:

@@ -192,10 +192,7 @@ def test_errors_at_an_event_are_those_of_its_own_step() -> None:
 
 def test_very_many_events_are_thinned_evenly() -> None:
     none = torch.zeros(1)
-    runs = [
-        RetainedSet(torch.zeros(1, 1), [Event(s, None, none, none, none, none, 0, 0) for s in range(n)])
-        for n in (0, 50, 7)
-    ]
+    runs = [RetainedSet(torch.zeros(1, 1), [Event(s, None, *[none] * 6, 0, 0) for s in range(n)]) for n in (0, 50, 7)]
     assert [len(events) for events in shown_events(runs, most=100)] == [0, 50, 7]
     thinned = [[event.step for event in events] for events in shown_events(runs, most=20)]
     assert [len(steps) for steps in thinned] == [0, 10, 7]
@@ -270,3 +267,20 @@ def test_numbers_are_finite_or_null(result: Result) -> None:
     for name in ("timeline", "events"):
         for entry in result.entries(name):
             assert not [v for v in entry.values() if isinstance(v, float) and not math.isfinite(v)]
+
+
+def test_how_close_every_event_of_a_head_was(result: Result, tmp_path: Path) -> None:
+    known: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for entry in result.entries("events"):
+        known.setdefault(tuple(entry[name] for name in CELL), []).append((entry["event"], entry["ties"]))
+    result.save(tmp_path / "saved")
+    seen = 0
+    for entry in Result.load(tmp_path / "saved").entries("evict_steps"):
+        events = known.get(tuple(entry[name] for name in CELL), [])
+        assert entry["event_steps"] == [step for step, _ in events]
+        told = zip(entry["event_margins"], entry["event_near_ties"], events, strict=True)
+        for margin, near, (_, ties) in told:
+            assert margin is None or (margin > 1e-10) == (near == 0)
+            assert near > 0 or ties == 0
+            seen += margin is not None
+    assert seen > 100
