@@ -12,6 +12,7 @@ from kvtool.layer import Geometry, Gradients
 from kvtool.trace import Trace, TraceWriter, open_trace
 
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, WIDTH = 4, 2, 4, 3, 5
+BEHIND = 8  # rows behind the prompt
 Arrays = dict[str, Tensor]
 Plant = Callable[[int, int, Arrays], None]  # sequence, layer (-1: what belongs to the sequence), arrays to change
 
@@ -42,7 +43,7 @@ def write(
     draws: int = 0,
     capture: dict[str, object] | None = None,
 ) -> Trace:
-    """The prompt is all but the last 8 rows. `query_steps` gives the rows with a query of a sequence of that length."""
+    """The prompt is all but the last BEHIND rows. `query_steps` gives the rows with a query of a sequence of that length."""
     made = geometries() if made is None else made
     change = plant or (lambda sequence, layer, arrays: None)
     with TraceWriter(
@@ -73,7 +74,7 @@ def _sequence(
     samples: bool,
     draws: int,
 ) -> None:
-    prompt = count - 8
+    prompt = count - BEHIND
     sequence = writer.sequence(made, prompt_length=prompt, attributes={"seed": number})
     outputs, slopes = {}, {}
     for index, geometry in made.items():
