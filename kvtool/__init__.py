@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtool.ablate import ablate as ablate
     from kvtool.capture import capture as capture
+    from kvtool.compare import Diff as Diff
+    from kvtool.compare import diff as diff
     from kvtool.errors import KvtoolError as KvtoolError
     from kvtool.live import live as live
     from kvtool.replay import replay as replay
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Diff": "kvtool.compare",
     "KvtoolError": "kvtool.errors",
     "Result": "kvtool.result",
     "ablate": "kvtool.ablate",
     "capture": "kvtool.capture",
+    "diff": "kvtool.compare",
     "live": "kvtool.live",
     "open_trace": "kvtool.trace",
     "replay": "kvtool.replay",

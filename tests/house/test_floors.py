@@ -23,6 +23,7 @@ FLOORS = {
     "live": 3,
     "decomposition": 3,
     "ablate": 3,
+    "compare": 3,
     "synth": 3,
     "report": 4,
     "cli": 5,
@@ -35,6 +36,7 @@ HOMES = {
     "transformers": ("kvtool/capture/", "kvtool/live/"),
     "safetensors": ("kvtool/capture/", "kvtool/trace/"),
     "triton": ("kernels/",),
+    "scipy": ("kvtool/compare/",),
 }
 
 

@@ -36,5 +36,5 @@ def test_dir_lists_the_doors_and_nothing_else() -> None:
     import kvtool
 
     assert [name for name in dir(kvtool) if not name.startswith("_")] == sorted(
-        ["KvtoolError", "Result", "ablate", "capture", "live", "open_trace", "replay", "synth"]
+        ["Diff", "KvtoolError", "Result", "ablate", "capture", "diff", "live", "open_trace", "replay", "synth"]
     )
