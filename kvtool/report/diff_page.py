@@ -27,9 +27,10 @@ Document = Mapping[str, Any]
 
 MOST_DETAILED = 3  # groups that are told whole
 FEW = 3  # groups that need no table of groups
-MOST_METRICS = 8  # beside those that order policies
+MOST_METRICS = 6  # beside those that order policies
 MOST_SETTINGS = 20
 _FIRST = ("predicted_kl", "predicted_kl_w32", "mean_layer_error", "mean_output_error")
+_SAME_AS = {"layer_error": "mean_layer_error", "output_error": "mean_output_error"}  # once means are taken
 _QUIET = ("same", "within", "undefined")
 _LOUDEST = ("worse", "better", "moved")
 _GIVES_WAY = ("Student's t", "B : A", "B - A", "A")
@@ -178,7 +179,8 @@ def _metrics(group: Document) -> list[Part]:
     """The metrics of one group: those that order policies always, others where they left the tolerance."""
     named = {entry["metric"]: entry for entry in group["metrics"]}
     shown: list[Document] = [named[name] for name in _FIRST if name in named]
-    others = [entry for entry in group["metrics"] if entry["metric"] not in _FIRST]
+    told = {*_FIRST, *(name for name in _SAME_AS if _SAME_AS[name] in named)}
+    others = [entry for entry in group["metrics"] if entry["metric"] not in told]
     quiet = [entry for entry in others if entry["verdict"] in _QUIET]
     further = sorted((e for e in others if e["verdict"] not in _QUIET), key=lambda e: _LOUDEST.index(e["verdict"]))
     shown += further[:MOST_METRICS]

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtool.words import asked, spans
+from kvtool.words import asked, printable, spans
 
 # Metrics that order policies, the most telling first; where none was compared the first one there is.
 ORDERING = ("predicted_kl", "mean_layer_error", "mean_output_error")
 _DIRECTIONS = {"lower": "↓", "higher": "↑"}
-MOST_LETTERS = 28  # of a token's text
+MOST_LETTERS = 24  # of a token's text
 
 
 def number(value: float | None, signed: bool = False) -> str:
@@ -75,8 +75,8 @@ def quoted(text: str | None) -> str:
     """The text of a token in quotes, control characters as escapes, shortened where it is long."""
     if text is None:
         return "-"
-    shown = repr(text)
-    return shown if len(shown) <= MOST_LETTERS else f"{shown[: MOST_LETTERS - 1]}…"
+    shown = printable(text)
+    return f"'{shown}'" if len(shown) <= MOST_LETTERS else f"'{shown[:MOST_LETTERS]}…'"
 
 
 def count(number_: int, noun: str) -> str:

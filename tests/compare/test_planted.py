@@ -60,10 +60,7 @@ EDITS = {
     "sound": ("", ""),
     "sign flipped": ("return scores", "return -scores"),
     "sign flipped in layer 15": ("return scores", "return -scores if geometry.layer == 15 else scores"),
-    "window off by one": (
-        "min(self.window, view.step)\n        geometry",
-        "min(self.window - 1, view.step)\n        geometry",
-    ),
+    "window off by one": ("        window = min(self.window,", "        window = min(self.window - 1,"),
     "scores cast to bfloat16": ("return scores", "return scores.bfloat16().float()"),
     "sum in another order": (".mean((1, 2))", ".flip(2).sum(2).mean(1) / window"),
     "scores with noise of 1e-7": (
@@ -104,26 +101,27 @@ def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def runs(tmp_path_factory: pytest.TempPathFactory):
     """The folder of a run after an edit, each replayed once; the policy's file keeps its name."""
     folder = tmp_path_factory.mktemp("planted")
-    done: dict[tuple[str, int], Result] = {}
+    done: dict[str, Result] = {}
 
-    def run(edit: str, width: int = 1) -> tuple[Path, Result]:
-        name = f"{edit.replace(' ', '-')}-{width}"
-        if (edit, width) not in done:
+    def run(edit: str, width: int = 1, precision: str = "float32") -> tuple[Path, Result]:
+        name = f"{edit.replace(' ', '-')}-{width}-{precision}"
+        if name not in done:
             old, new = EDITS[edit]
             assert not old or POLICY.count(old) == 1
             (folder / "mine.py").write_text(POLICY.replace(old, new) if old else POLICY)
             spec = f"{folder / 'mine.py'}:Votes" + (f":width={width}" if width > 1 else "")
-            done[edit, width] = replay(TRACE, [spec], ratios=["0.5", "0.75", "0.9"], output=folder / name)
-        return folder / name, done[edit, width]
+            ratios = ["0.5", "0.75", "0.9"]
+            done[name] = replay(TRACE, [spec], ratios=ratios, precision=precision, output=folder / name)
+        return folder / name, done[name]
 
     return run
 
 
 @pytest.fixture(scope="module")
 def outcome(runs):
-    def compare(edit: str, width: int = 1) -> Outcome:
-        (a, sound), (b, edited) = runs("sound", width), runs(edit, width)
-        ran = command(a.name, b.name, "--json", "--tokens", "3", folder=a.parent)
+    def compare(edit: str, width: int = 1, precision: str = "float32", options: tuple[str, ...] = ()) -> Outcome:
+        (a, sound), (b, edited) = runs("sound", width), runs(edit, width, precision)
+        ran = command(a.name, b.name, "--json", "--tokens", "3", *options, folder=a.parent)
         assert ran.returncode in (0, 1), ran.stderr
         left, right = evict_steps(sound), evict_steps(edited)
         assert left.keys() == right.keys()
@@ -145,17 +143,18 @@ def test_a_planted_regression_is_named_with_its_layers_and_tokens(edit: str, out
     found = outcome(edit)
     assert found.moved, "the edit should change decisions"
     assert found.document["kind"] == "behaviour"
-    assert [entry["name"].endswith("Votes].source") for entry in found.document["settings"] if entry["decides"]] == [
-        True
-    ]
+    (setting,) = [entry["name"] for entry in found.document["settings"] if entry["decides"]]
+    assert setting.endswith("mine.py:Votes].source")
     by_ratio = defaultdict(dict)
     for head, sides in found.moved.items():
         by_ratio[head[0]][head] = sides
     groups = {group["ratio"]: group for group in found.document["groups"]}
-    assert groups.keys() == by_ratio.keys()
-    for ratio, group in groups.items():
-        layers = {entry["layer"] for entry in group["layers"] if entry["kind"] in ("behaviour", "numerics")}
-        assert layers == {head[2] for head in by_ratio[ratio]}
+    assert by_ratio.keys() == {ratio for ratio, group in groups.items() if group["kept"]["heads_moved"]}
+    for ratio in by_ratio:
+        group = groups[ratio]
+        assert {entry["layer"] for entry in group["layers"] if entry["kind"] != "identical"} == {
+            head[2] for head in by_ratio[ratio]
+        }
         assert group["kept"]["heads_moved"] == len(by_ratio[ratio])
         told = [(token, True) for token in group["tokens"]["lost"]]
         told += [(token, False) for token in group["tokens"]["gained"]]
@@ -206,36 +205,49 @@ def test_the_terminal_names_kind_layers_and_first_token(edit: str, runs, outcome
         }
     )
     spelled = ", ".join(str(layer) for layer in layers)
-    assert f"Behaviour: B keeps other tokens than A in {len(found.moved)} of {len(found.heads)}" in text
+    told = sum(group["kept"]["heads"] for group in found.document["groups"])  # identical ratios are not
+    assert f"Behaviour: B keeps other tokens than A in {len(found.moved)} of {told} kept sets" in text
     assert f"layer{'s' * (len(layers) != 1)} {spelled}; first: " in text
     lost = sum(b < a for a, b in zip(*found.moved[first], strict=True))
     assert lost > 0
-    assert ("B is worse: " in text) == (found.code == 1)
+    assert ("B is worse" in text) == (found.code == 1)
     assert ran.stderr.rstrip().splitlines()[-1].startswith("next: kvtool diff ")
 
 
-def test_ties_that_fall_otherwise_are_numerics(outcome):
+def test_ties_that_fall_otherwise_are_numerics(outcome, runs):
     """Neighbours share one score where the loudest of five counts; noise decides between them."""
-    found = outcome("scores with noise of 1e-7", 5)
+    found = outcome("scores with noise of 1e-7", 5, options=("--relative", "0.05"))
     assert found.moved, "the noise should break some tie otherwise"
-    assert found.code == 0
     assert found.document["kind"] == "numerics"
     assert found.document["ties"] == len(found.moved)
-
-
-def test_rounding_that_moves_no_decision_is_no_finding(outcome):
-    for edit in ("sum in another order", "scores with noise of 1e-7"):
-        found = outcome(edit)
-        assert not found.moved
-        assert found.code == 0
-        assert found.document["kind"] in ("identical", "numerics")
-
-
-def test_numerics_are_called_numerics_on_the_terminal(runs):
+    assert {group["kind"] for group in found.document["groups"]} == {"numerics"}
+    assert found.code == 0
     (a, _), (b, _) = runs("sound", 5), runs("scores with noise of 1e-7", 5)
+    ran = command(a.name, b.name, "--relative", "0.05", folder=a.parent)
+    text = " ".join(ran.stdout.split())
+    assert ran.returncode == 0
+    assert f"Numerics only: B keeps other tokens than A where rounding decides ({len(found.moved)} kept sets)" in text
+    assert "within the tolerance (relative 0.05" in text
+
+
+@pytest.mark.parametrize("edit", ["sum in another order", "scores with noise of 1e-7"])
+def test_rounding_that_moves_no_decision_is_no_finding(edit: str, outcome):
+    found = outcome(edit)
+    assert not found.moved
+    assert found.code == 0
+    assert found.document["kind"] in ("identical", "numerics")
+
+
+def test_other_precision_is_numerics(outcome, runs):
+    found = outcome("sound", precision="float64")
+    assert not found.moved
+    assert found.code == 0
+    assert found.document["kind"] == "numerics"
+    assert "replay.precision" in [entry["name"] for entry in found.document["settings"] if entry["decides"]]
+    (a, _), (b, _) = runs("sound"), runs("sound", precision="float64")
     ran = command(a.name, b.name, folder=a.parent)
-    assert ran.returncode == 0, ran.stderr
-    assert "Numerics only" in ran.stdout
+    assert ran.returncode == 0
+    assert "Numerics only: B keeps the same tokens as A, and only numbers moved." in " ".join(ran.stdout.split())
     assert "B is worse" not in ran.stdout
 
 
