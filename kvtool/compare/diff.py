@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Diff:
         contents: the JSON document `kvtool.diff/1`.
     """
 
-    contents: dict[str, Any]
+    contents: dict[str, Any] = field(repr=False)
 
     @property
     def worse(self) -> bool:

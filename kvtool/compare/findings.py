@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from kvtool.words import spans
 
 MOST = 12  # sentences of one sort; the groups themselves say the rest
 FIRST = ("predicted_kl", "measured_kl", "mean_layer_error", "mean_output_error")  # metrics that are named first
+PLACES = ("sequence", "layer", "kv_head", "q_head")
 SEVERITY = {"behaviour": 0, "unknown": 1, "numerics": 2}
 
 
@@ -27,9 +29,6 @@ def name_of(group: Mapping[str, Any]) -> str:
     return ", ".join([a, *places])
 
 
-PLACES = ("sequence", "layer", "kv_head", "q_head")
-
-
 def _asked(group: Mapping[str, Any], end: str) -> str:
     ratio, budget = (group.get(f"{name}{end}", group[name]) for name in ("ratio", "budget"))
     return f"{ratio:g}" if ratio is not None else str(budget)
@@ -42,35 +41,41 @@ def kind_sentence(group: Mapping[str, Any], first: str | None) -> str:
         return f"unknown: {name} differs, and the results hold no decisions that can be compared"
     if kept is None or not kept["heads_moved"]:
         layers = [entry["layer"] for entry in group["layers"] if entry["kind"] != "identical"]
-        return f"{kind}: {name} decides the same and its numbers differ" + (
-            f" in layers {spans(layers)}" if layers else ""
-        )
+        return f"{kind}: {name} decides the same and its numbers differ" + (f" in {_layers(layers)}" if layers else "")
     moved = f"{kept['heads_moved']} of {kept['heads']} KV heads"
     if kind == "numerics":
         said = f"numerics: {name} keeps other tokens only where rounding decides ({moved})"
     else:
         layers = [entry["layer"] for entry in group["layers"] if entry["kind"] == "behaviour"]
-        said = f"behaviour: {name} keeps other tokens in layers {spans(layers)} ({moved})"
+        said = f"behaviour: {name} keeps other tokens in {_layers(layers)} ({moved})"
     return said + (f"; first: {first}" if first else "")
 
 
+def _layers(layers: Sequence[int]) -> str:
+    return f"{'layer' if len(layers) == 1 else 'layers'} {spans(layers)}"
+
+
 def metric_sentences(groups: Sequence[Mapping[str, Any]], verdict: str) -> list[str]:
-    """One per group and verdict: its metrics of that verdict, the most telling named with its numbers."""
-    found = []
+    """One per group that has metrics of this verdict: the most telling of them with its numbers, the largest relative
+    change first."""
+    found: list[tuple[float, str]] = []
     for group in groups:
-        mine = [entry for entry in group["metrics"] if entry["verdict"] == verdict]
+        mine = sorted((e for e in group["metrics"] if e["verdict"] == verdict), key=lambda e: _rank(e["metric"]))
         if not mine:
             continue
-        mine.sort(key=lambda e: _rank(e["metric"]))
-        first = mine[0]
-        change = f" ({100 * (first['ratio'] - 1):+.3g} %)" if first["ratio"] is not None else ""
-        spread = f", 95 % {first['low']:.4g} to {first['high']:.4g}" if first["low"] is not None else ""
-        sure = "" if first["sure"] is not False else ", which may be chance"
-        more = f"; also {', '.join(e['metric'] for e in mine[1:5])}" if mine[1:] else ""
-        more += f" and {len(mine) - 5} more" if len(mine) > 5 else ""
-        numbers = f"{first['metric']} {first['a']:.4g} to {first['b']:.4g}{change}"
-        found.append(f"{verdict}: {name_of(group)} {numbers}{spread}{sure}{more}")
-    return found
+        first, size = mine[0], math.inf
+        change = spread = more = ""
+        if first["ratio"] is not None:
+            size, change = abs(first["ratio"] - 1), f" ({100 * (first['ratio'] - 1):+.3g} %)"
+        if first["low"] is not None:
+            spread = f", 95 % {first['low']:.4g} to {first['high']:.4g}"
+            spread += "" if first["sure"] else ", which may be chance"
+        others = list(dict.fromkeys(e["metric"] for e in mine[1:]))
+        if others:
+            more = f"; also {', '.join(others[:4])}" + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+        numbers = f"{first['metric']} {first['a']:.4g} to {first['b']:.4g}{change}{spread}"
+        found.append((size, f"{verdict}: {name_of(group)} {numbers}{more}"))
+    return [sentence for _, sentence in sorted(found, key=lambda one: -one[0])]
 
 
 def _rank(metric: str) -> int:
