@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from kvtool.ablate import ablate as ablate
     from kvtool.capture import capture as capture
     from kvtool.check import check as check
+    from kvtool.compare import Diff as Diff
+    from kvtool.compare import diff as diff
     from kvtool.errors import KvtoolError as KvtoolError
     from kvtool.live import live as live
     from kvtool.replay import replay as replay
@@ -22,11 +24,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Diff": "kvtool.compare",
     "KvtoolError": "kvtool.errors",
     "Result": "kvtool.result",
     "ablate": "kvtool.ablate",
     "capture": "kvtool.capture",
     "check": "kvtool.check",
+    "diff": "kvtool.compare",
     "live": "kvtool.live",
     "open_trace": "kvtool.trace",
     "replay": "kvtool.replay",

@@ -54,3 +54,8 @@ def size(count: int) -> str:
 def asked(ratio: float | None, budget: int | None) -> str:
     """What one cell was asked to evict or keep, as people read it."""
     return f"ratio {ratio:g}" if ratio is not None else f"budget {budget}"
+
+
+def printable(text: str) -> str:
+    """`text` on one line that no terminal obeys: control and format characters, newlines among them, as escapes."""
+    return "".join(c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,28 +76,39 @@ def write_heads(
             array[h, start : start + step] = rows[start : start + step]
 
 
-def read_array(root: Path, info: ArrayInfo, entries: Mapping[str, Entry]) -> Tensor:
-    """A stored array as a tensor in its stored dtype, every chunk's checksum compared.
+def read_array(root: Path, info: ArrayInfo, entries: Mapping[str, Entry], head: int | None = None) -> Tensor:
+    """A stored array as a tensor in its stored dtype, the checksum of every chunk that is read compared.
+
+    Args:
+        head: read this one alone, [1, ...]; for arrays whose chunks hold one head each.
 
     Raises:
         KvtoolError: code `trace-damaged`, naming the chunk.
     """
     if info.compressed:
-        return to_torch(_read_frames(root, info, entries), info.logical)
-    out = np.empty(info.shape, dtype=info.dtype)
-    for index in np.ndindex(*info.grid):
+        return to_torch(_read_frames(root, info, entries, head), info.logical)
+    out = np.empty(info.shape if head is None else (1, *info.shape[1:]), dtype=info.dtype)
+    for index in _chunks(info, head):
         name = "/".join([info.path, "c", *map(str, index)])
         raw = _map_file(root, name, entries[name].length)
         payload = raw[: info.chunk_bytes]
         if google_crc32c.value(payload) != int.from_bytes(raw[info.chunk_bytes :].tobytes(), "little"):
             raise damaged(root, name, "its checksum does not match")
         block = payload.view(info.dtype).reshape(info.chunk)
+        index = index if head is None else (0, *index[1:])
         inside = tuple(
             slice(i * step, min((i + 1) * step, size))
             for i, step, size in zip(index, info.chunk, info.shape, strict=True)
         )
         out[inside] = block[tuple(slice(0, part.stop - part.start) for part in inside)]
     return to_torch(out, info.logical)
+
+
+def _chunks(info: ArrayInfo, head: int | None) -> Iterator[tuple[int, ...]]:
+    """Where the chunks of an array, or of one head of it, lie in its grid."""
+    if head is not None and (info.chunk[0] != 1 or not 0 <= head < info.shape[0]):
+        raise AssertionError(f"{info.path} has no chunks of head {head}")
+    return (index for index in np.ndindex(*info.grid) if head is None or index[0] == head)
 
 
 def damaged(root: Path, name: str, what: str) -> KvtoolError:
@@ -124,20 +135,22 @@ def _map_file(root: Path, name: str, length: int) -> np.ndarray:
         os.close(handle)
 
 
-def _read_frames(root: Path, info: ArrayInfo, entries: Mapping[str, Entry]) -> np.ndarray:
+def _read_frames(root: Path, info: ArrayInfo, entries: Mapping[str, Entry], head: int | None) -> np.ndarray:
     """A zstd array through Zarr, after each frame's own header agreed to the size that metadata claims."""
+    part = slice(None) if head is None else slice(head, head + 1)
+    shape = info.shape if head is None else (1, *info.shape[1:])
     if 0 in info.shape:
-        return np.empty(info.shape, dtype=info.dtype)
-    for index in np.ndindex(*info.grid):
+        return np.empty(shape, dtype=info.dtype)
+    for index in _chunks(info, head):
         name = "/".join([info.path, "c", *map(str, index)])
         claimed = frame_bytes(_map_file(root, name, entries[name].length)[:18].tobytes())
         if claimed != info.chunk_bytes:
             raise damaged(root, name, f"unpacks to {claimed} bytes, expected {info.chunk_bytes}")
     try:
-        values = np.array(zarr.open_array(str(root / info.path), mode="r", zarr_format=3)[...], order="C")
+        values = np.array(zarr.open_array(str(root / info.path), mode="r", zarr_format=3)[part], order="C")
     except Exception as error:  # whatever a codec raises on damaged bytes
         raise damaged(root, info.path, f"cannot be unpacked ({type(error).__name__}: {error})") from None
-    if values.shape != info.shape or str(values.dtype) != info.dtype:
+    if values.shape != shape or str(values.dtype) != info.dtype:
         raise damaged(root, info.path, "unpacks to another shape or dtype")
     return values
 

@@ -129,10 +129,14 @@ class Sequence:
             return projection_path(layer)
         return f"{sequence_path(self.index) if layer is None else layer_path(self.index, layer)}/{name}"
 
-    def array(self, name: str, layer: int | None = None) -> Tensor:
-        """A stored array in its stored dtype, read anew, every chunk's checksum compared."""
+    def array(self, name: str, layer: int | None = None, head: int | None = None) -> Tensor:
+        """A stored array, or one `head` of it [1, ...], in its stored dtype, read anew, checksums compared."""
         path = self._array_path(name, layer)
-        return read_array(self.trace.path, self.trace.tree.arrays[path], self.trace.commit.entries)
+        return read_array(self.trace.path, self.trace.tree.arrays[path], self.trace.commit.entries, head)
+
+    def head(self, name: str, layer: int, head: int) -> Tensor:
+        """[n, dim] of one head of a layer's own `queries`, `keys` (rotated), `values` or `output_sample`."""
+        return (self._keys(layer, head) if name == "keys" else self.array(name, layer, head))[0]
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -251,8 +255,8 @@ class Sequence:
             raise KvtoolError("trace-unsafe", f"layer {layer_id} of sequence {self.index} has {fault}")
         return steps
 
-    def _keys(self, donor: int) -> Tensor:
-        keys = self.array("keys", donor)
+    def _keys(self, donor: int, head: int | None = None) -> Tensor:
+        keys = self.array("keys", donor, head)
         if self.parsed[donor][1]:
             return keys
         rotation = self.geometry(donor).rotation

@@ -24,6 +24,7 @@ FLOORS = {
     "decomposition": 3,
     "ablate": 3,
     "check": 3,
+    "compare": 3,
     "synth": 3,
     "report": 4,
     "cli": 5,
@@ -36,6 +37,7 @@ HOMES = {
     "transformers": ("kvtool/capture/", "kvtool/live/"),
     "safetensors": ("kvtool/capture/", "kvtool/trace/"),
     "triton": ("kernels/",),
+    "scipy": ("kvtool/compare/",),
 }
 
 

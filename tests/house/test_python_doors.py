@@ -37,5 +37,8 @@ def test_dir_lists_the_doors_and_nothing_else() -> None:
     import kvtool
 
     assert [name for name in dir(kvtool) if not name.startswith("_")] == sorted(
-        ["KvtoolError", "Result", "ablate", "capture", "check", "live", "open_trace", "replay", "synth"]
+        [
+            *("Diff", "KvtoolError", "Result", "ablate", "capture", "check", "diff"),
+            *("live", "open_trace", "replay", "synth"),
+        ]
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtool.errors import KvtoolError
-from kvtool.words import parse_ids, size, spans
+from kvtool.words import parse_ids, printable, size, spans
 
 
 def test_ids_and_back() -> None:
@@ -30,3 +30,7 @@ def test_sizes_read_well() -> None:
         "1000 MB",
         "2.1 TB",
     ]
+
+
+def test_text_is_printed_so_that_no_terminal_obeys_it() -> None:
+    assert printable(" the\n\tline\x1b[31m\u202e\u00a0é漢\\n") == " the\\n\\tline\\x1b[31m\\u202e\\xa0é漢\\\\n"

@@ -341,3 +341,19 @@ def test_unknown_layer_is_named(make_trace: Callable[..., Path]) -> None:
     with pytest.raises(KvtoolError, match="no layer 4") as caught:
         open_trace(make_trace()).sequences[0].layer(4)
     assert caught.value.hint == "its layers: 3, 11"
+
+
+@pytest.mark.parametrize("archive", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_head_is_read_without_the_others(make_trace, archive, dtype):
+    path = make_trace(archive=archive, dtype=dtype)
+    sequence = open_trace(path).sequences[0]
+    for name, heads in (("queries", 4), ("keys", 2), ("values", 2)):
+        whole = sequence.array(name, 3)
+        for head in range(heads):
+            assert torch.equal(sequence.head(name, 3, head), whole[head])
+    chunk = path / "sequences/0000/layers/03/values/c/0/0/0"
+    chunk.write_bytes(bytes(len(chunk.read_bytes())))
+    assert torch.equal(sequence.head("values", 3, 1), whole[1])
+    with pytest.raises(KvtoolError, match="values"):
+        sequence.head("values", 3, 0)

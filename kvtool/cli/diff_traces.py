@@ -1,0 +1,33 @@
+"""`kvtool diff --traces`: two captures of the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def traces_answer(a: Path, b: Path, as_json: bool, relative: float | None = None) -> int:
+    """Print how two traces compare.
+
+    Args:
+        relative: how far any row may deviate, instead of what rounding may cause.
+
+    Returns:
+        The exit code: 1 where they part or one holds less than the other.
+
+    Raises:
+        KvtoolError: for traces that cannot be opened, or cannot be compared.
+    """
+    from kvtool.cli.console import answer, hint, json_answer, progress_on_terminal
+    from kvtool.compare.traces import diff_traces
+    from kvtool.report.terminal_traces import traces_tables
+    from kvtool.trace import open_trace
+
+    with progress_on_terminal("compare") as progress:
+        found = diff_traces(open_trace(a), open_trace(b), progress, relative=relative)
+    if as_json:
+        json_answer(found.document())
+    else:
+        answer(*traces_tables(found))
+    if found.parted:
+        hint("next", f"kvtool inspect {b} --verify")
+    return int(found.parted)

@@ -1,0 +1,195 @@
+"""Diff: two results, or two policies of one, set against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtool.compare import findings
+from kvtool.compare.columns import compared_columns
+from kvtool.compare.comparison import Comparison, shown_groups
+from kvtool.compare.group_entries import group_entries
+from kvtool.compare.groups import checked_by, places_of
+from kvtool.compare.kinds import NUMERICS, rolled_up
+from kvtool.compare.pairs import Cell, common_sequences
+from kvtool.compare.sets import Sets, trace_of
+from kvtool.compare.settings import differing_settings
+from kvtool.compare.sides import Side, Source, matched, side_of
+from kvtool.compare.statistics import interval_entry, note
+from kvtool.compare.tolerance import Given, Tolerance
+from kvtool.trace import Trace
+
+SCHEMA = "kvtool.diff/1"
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Diff:
+    """What two sides differ in. `document()` holds everything; docs/diff.md describes its fields.
+
+    Attributes:
+        contents: the JSON document `kvtool.diff/1`.
+    """
+
+    contents: dict[str, Any] = field(repr=False)
+
+    @property
+    def worse(self) -> bool:
+        """Whether B is worse beyond the tolerance, or lacks what A has: exit code 1."""
+        return bool(self.contents["worse"])
+
+    @property
+    def kind(self) -> str:
+        """`identical`, `numerics`, `behaviour` or `unknown`."""
+        return str(self.contents["kind"])
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups that differ."""
+        return list(self.contents["groups"])
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """The parameters and versions that differ."""
+        return list(self.contents["settings"])
+
+    @property
+    def findings(self) -> list[str]:
+        """The differences in sentences, the most important first."""
+        return list(self.contents["findings"])
+
+    @property
+    def warnings(self) -> list[str]:
+        """What could not be compared."""
+        return list(self.contents["warnings"])
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no difference at all."""
+        told = ("groups", "settings", "only_a", "only_b", "warnings")
+        return self.kind == "identical" and not any(self.contents[name] for name in told)
+
+    def document(self) -> dict[str, Any]:
+        """The one JSON document that `--json` prints."""
+        return self.contents
+
+
+def diff(
+    a: Source,
+    b: Source,
+    *,
+    trace: str | Path | Trace | None = None,
+    by: str | Iterable[str] = (),
+    metrics: str | Iterable[str] = (),
+    relative: Given = None,
+    absolute: Given = None,
+    tokens: int = 10,
+    progress: Progress | None = None,
+) -> Diff:
+    """Set B against A, entry by entry.
+
+    Prints nothing. Differences are B - A; a ratio is B / A.
+
+    Args:
+        a, b: folder of a result, `FOLDER::policy@0.75`, a Result, or (Result, selector).
+        trace: what was replayed, for the text of tokens and what losing them costs; by default where A says it lies.
+        by: places that groups are told apart by besides the cell: `event`, `sequence`, `layer`, `kv_head`, `q_head`.
+        metrics: columns or metrics to compare; none is all.
+        relative, absolute: how far a number may move: a number, `METRIC=number` words or a mapping.
+        tokens: most tokens to name per sequence and group, 0 for none.
+        progress: told (groups done, all, what is being done).
+
+    Raises:
+        KvtoolError: bad input of any kind.
+    """
+    side_a, side_b = matched(side_of(a, "A"), side_of(b, "B"))
+    words = checked_by(by)
+    places = places_of(words)
+    metrics = [metrics] if isinstance(metrics, str) else list(metrics)
+    columns, warnings = compared_columns(side_a, side_b, metrics)
+    tolerance = Tolerance.of(relative, absolute)
+    tolerance.check(one.column.name for one in columns)
+    opened, missing = trace_of(side_a, side_b, trace)
+    sequences = common_sequences(side_a, side_b)
+
+    found = Comparison.of(side_a, side_b, columns, sequences)
+    kinds = found.kinds(places)
+    shown, identical = shown_groups(kinds, "event" in words)
+    sets = Sets.of(side_a, side_b, found, opened, missing)
+    groups = group_entries(found.only(shown, places), shown, kinds, places, tolerance, sets, tokens, progress)
+    if not found.decisions.margins_known and any(kind > 0 for kind in found.decisions.kind.tolist()):
+        warnings.append("the results do not say how close their cuts were, so a change in ties counts as behaviour")
+    only_a, only_b = _only(found, "only_a"), _only(found, "only_b")
+    holes = _holes(found, side_a, side_b) or any(group["lost"] for group in groups)
+    worse = holes or any(entry["verdict"] == "worse" for group in groups for entry in group["metrics"])
+    settings = differing_settings(side_a, side_b)
+    warnings += _trace_warnings(side_a, side_b, sequences)
+    contents = {
+        "schema": SCHEMA,
+        "a": side_a.describe(),
+        "b": side_b.describe(),
+        "settings": settings,
+        "kind": rolled_up(kinds.values()) if kinds else "unknown",
+        "ties": int((found.decisions.kind == NUMERICS).sum()),
+        "tolerance": tolerance.describe(),
+        "by": list(words),
+        "sequences": len(sequences),
+        "interval": interval_entry(len(sequences)),
+        "interval_note": note(len(sequences)) if sequences else "no sequence is in both",
+        "identical_groups": identical,
+        "groups": groups,
+        "only_a": only_a,
+        "only_b": only_b,
+        "worse": bool(worse),
+        "findings": _findings(groups, only_a, only_b),
+        "warnings": warnings,
+    }
+    return Diff(contents)
+
+
+def _only(found: Comparison, side: str) -> list[dict[str, Any]]:
+    """Entries of one side without a partner, by cell, event, sequence and table."""
+    entries = []
+    for table, pairs in found.everything():
+        lone: dict[tuple[Cell, int | None, int], int] = getattr(pairs, side)
+        for (cell, event, sequence), rows in lone.items():
+            key = {"policy": cell.policy, "ratio": cell.ratio, "budget": cell.budget, "schedule": cell.schedule}
+            entries.append({**key, "event": event, "sequence": sequence, "table": table, "rows": rows})
+    return entries
+
+
+def _holes(found: Comparison, a: Side, b: Side) -> bool:
+    """Whether B lacks entries that it should have. Cells that were selected to be different ones may have their
+    events at different steps."""
+    unlike = any(a.pins.get(name) != b.pins.get(name) for name in a.pins.keys() & b.pins.keys())
+    return any(event is None or not unlike for _, pairs in found.everything() for _, event, _ in pairs.only_a)
+
+
+def _trace_warnings(a: Side, b: Side, sequences: list[int]) -> list[str]:
+    digests = [side.result.manifest["trace"]["digest"] for side in (a, b)]
+    if digests[0] == digests[1]:
+        return []
+    return [
+        f"A and B come from different traces: {len(sequences)} sequences of equal prompt and length are compared, and "
+        "a difference may be the text's"
+    ]
+
+
+def _findings(groups: list[dict[str, Any]], only_a: list[dict[str, Any]], only_b: list[dict[str, Any]]) -> list[str]:
+    by_kind = sorted(groups, key=lambda group: findings.SEVERITY[group["kind"]])
+    kinds = [findings.kind_sentence(group, group["first"]) for group in by_kind]
+    lost = [
+        f"missing: {findings.name_of(group)} has no {', '.join(group['lost'])} in B where A has"
+        for group in groups
+        if group["lost"]
+    ]
+    said = [
+        *findings.capped(findings.hole_sentences(only_a, "A"), "cells only in A"),
+        *findings.capped(lost, "groups with missing numbers"),
+        *findings.capped(kinds, "groups that differ"),
+    ]
+    for verdict in ("worse", "better"):
+        said += findings.capped(findings.metric_sentences(groups, verdict), f"groups that are {verdict}")
+    return said + findings.capped(findings.hole_sentences(only_b, "B"), "cells only in B")

@@ -1,0 +1,151 @@
+"""Kinds of change: the same decisions with other numbers, or other decisions.
+
+`identical`: every token leaves at the same step and every compared number is equal. `numerics`: decisions are equal and
+numbers are not, or the first event that decides otherwise does so among tokens that rounding could have put on the
+other side of its cut; what follows from that event is numerics too. `behaviour`: anything else. `unknown`: the results
+hold no decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtool.compare.pairs import Ids, Pairs
+from kvtool.compare.sides import Side
+
+KINDS = ("identical", "numerics", "unknown", "behaviour")  # what several together are is the last of theirs
+IDENTICAL, NUMERICS, UNKNOWN, BEHAVIOUR = range(4)
+TABLE = "evict_steps"
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """A column of lists: entry i is values[offsets[i] : offsets[i + 1]]."""
+
+    values: Ids
+    offsets: Ids
+
+    @classmethod
+    def of(cls, side: Side, column: str) -> Lists | None:
+        table = side.result.tables.get(TABLE)
+        if table is None or column not in table.column_names:
+            return None
+        array = table.column(column).combine_chunks()
+        if hasattr(array, "chunks"):  # more than one list array can hold
+            return None
+        values = array.values.to_numpy(zero_copy_only=False)
+        return cls(values, array.offsets.to_numpy())
+
+    def __getitem__(self, row: int) -> Ids:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """What both sides decided, head by head.
+
+    Attributes:
+        pairs: of the table `evict_steps`; one entry per (cell, sequence, layer, KV head).
+        kind: [n] IDENTICAL, NUMERICS (a tie), UNKNOWN or BEHAVIOUR: of decisions alone.
+        a, b: evict steps by the rows of the tables.
+        margins_known: whether both sides say how close their cuts were.
+    """
+
+    pairs: Pairs
+    kind: Ids
+    a: Lists | None
+    b: Lists | None
+    steps_a: Lists | None
+    steps_b: Lists | None
+    margins_known: bool
+
+    def steps(self, index: int) -> tuple[Ids, Ids]:
+        """[T] the evict steps of both sides of one entry."""
+        assert self.a is not None
+        assert self.b is not None
+        return self.a[int(self.pairs.rows_a[index])], self.b[int(self.pairs.rows_b[index])]
+
+    def last_event(self, index: int) -> int | None:
+        """Step of the last event of either side, None where there is none or it is not recorded."""
+        found = [
+            int(step)
+            for lists, rows in ((self.steps_a, self.pairs.rows_a), (self.steps_b, self.pairs.rows_b))
+            if lists is not None
+            for step in lists[int(rows[index])][-1:]
+        ]
+        return max(found, default=None)
+
+
+def decisions_of(a: Side, b: Side, pairs: Pairs) -> Decisions:
+    """Compare every pair of `evict_step`, exactly."""
+    lists = [[Lists.of(side, name) for side in (a, b)] for name in ("evict_step", "event_steps", "event_near_ties")]
+    (left, right), (steps_a, steps_b), (near_a, near_b) = lists
+    margins = None not in (steps_a, steps_b, near_a, near_b)
+    kind = np.full(len(pairs), UNKNOWN, dtype=np.int64)
+    coarser = _coarser(a, b)
+    if left is not None and right is not None:
+        for index, (row_a, row_b) in enumerate(zip(pairs.rows_a.tolist(), pairs.rows_b.tolist(), strict=True)):
+            ours, theirs = left[row_a], right[row_b]
+            if len(ours) != len(theirs):
+                continue
+            if np.array_equal(ours, theirs):
+                kind[index] = IDENTICAL
+                continue
+            kind[index] = BEHAVIOUR
+            if margins:
+                events = [
+                    dict(zip(steps[row].tolist(), near[row].tolist(), strict=True))  # type: ignore[index]
+                    for steps, near, row in ((steps_a, near_a, row_a), (steps_b, near_b, row_b))
+                ]
+                if in_ties(ours, theirs, events[0], events[1], coarser):
+                    kind[index] = NUMERICS
+    return Decisions(pairs, kind, left, right, steps_a, steps_b, margins)
+
+
+def _coarser(a: Side, b: Side) -> str | None:
+    """The side that computed in float32 where the other did in float64: its rounding is what parts them."""
+    precision = [str((side.result.manifest.get("replay") or {}).get("precision")) for side in (a, b)]
+    return {("float32", "float64"): "a", ("float64", "float32"): "b"}.get((precision[0], precision[1]))
+
+
+def in_ties(a: Ids, b: Ids, near_a: dict[int, int], near_b: dict[int, int], coarser: str | None = None) -> bool:
+    """Whether two decisions part among near ties only.
+
+    At the first event that parts them, both sides must keep equally many, and no more tokens may have changed sides
+    than there were near ties in either.
+
+    Args:
+        a, b: [T] evict steps that differ.
+        near_a, near_b: step of an event -> tokens that rounding could have put on the other side of its cut.
+        coarser: the side, `a` or `b`, that alone says how far rounding reaches; None asks both.
+    """
+    apart = a != b
+    first = int(np.minimum(a[apart], b[apart]).min())
+    if first not in near_a or first not in near_b:
+        return False
+    lost, gained = int(((a > first) & (b == first)).sum()), int(((b > first) & (a == first)).sum())
+    near = {"a": near_a[first], "b": near_b[first], None: min(near_a[first], near_b[first])}[coarser]
+    return lost == gained and lost + gained <= near
+
+
+def rolled_up(kinds: Iterable[int]) -> str:
+    """What several are together."""
+    return KINDS[max(kinds, default=IDENTICAL)]
+
+
+def most(kinds: Ids, ids: Ids, count: int) -> Ids:
+    """[count] the strongest kind in every group; entries with a negative id belong to none."""
+    found = np.zeros(count, dtype=np.int64)
+    inside = ids >= 0
+    np.maximum.at(found, ids[inside], kinds[inside])
+    return found
+
+
+def moved(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """[n] where two columns are not the same number; null and null are."""
+    different: NDArray[np.bool_] = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+    return different

@@ -1,0 +1,193 @@
+"""Sides: what "A" and "B" are: a result, or what a selector picks from one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from kvtool.errors import KvtoolError
+from kvtool.registry import did_you_mean, split_spec
+from kvtool.result import LIVE, SCHEMA, Result
+
+COMPARABLE = (SCHEMA, LIVE)
+CONTROLS = ("full", "random")  # run in every replay; they choose no policy for anybody
+Source = str | Path | Result | tuple[Result, str]
+SPELLING = "write RESULT::policy@0.75, RESULT::policy@256@every:64 or RESULT::@0.75"
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One side of a comparison.
+
+    Attributes:
+        path, selector: as they were given; None for a result in memory, for the whole of it.
+        policy, ratio, budget, schedule: what is selected, None where everything is.
+    """
+
+    result: Result
+    path: str | None = None
+    selector: str | None = None
+    policy: str | None = None
+    ratio: float | None = None
+    budget: int | None = None
+    schedule: str | None = None
+
+    @property
+    def pins(self) -> dict[str, Any]:
+        """Component -> selected value: `policy`, `asked` (ratio, budget), `schedule`."""
+        asked = None if self.ratio is None and self.budget is None else (self.ratio, self.budget)
+        found = {"policy": self.policy, "asked": asked, "schedule": self.schedule}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def has(self, component: str) -> list[Any]:
+        """The values of that component in the cells, each once."""
+        cells = self.result.tables["cells"]
+        columns = ("ratio", "budget") if component == "asked" else (component,)
+        values = zip(*(cells.column(name).to_pylist() for name in columns), strict=True)
+        return list(dict.fromkeys(value if component == "asked" else value[0] for value in values))
+
+    def pinned(self, component: str, value: Any) -> Side:
+        """The same side with one more component selected."""
+        if component == "asked":
+            return replace(self, ratio=value[0], budget=value[1])
+        return replace(self, **{component: value})
+
+    @property
+    def label(self) -> str:
+        """How sentences call it."""
+        said = self.path or "a result"
+        return f"{said}::{self.selector}" if self.selector else said
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "selector": self.selector,
+            "label": self.label,
+            "schema": self.result.schema,
+            "trace_digest": self.result.manifest["trace"]["digest"],
+        }
+
+
+def side_of(given: Source, name: str) -> Side:
+    """The side that `RESULT`, `RESULT::SELECTOR`, a Result or (Result, selector) means; `name` is A or B.
+
+    Raises:
+        KvtoolError: `file-missing`, `result-damaged`, or `usage` for a selector that fits nothing.
+    """
+    path: str | None = None
+    if isinstance(given, Result):
+        result, selector = given, ""
+    elif isinstance(given, tuple):
+        result, selector = given
+    else:
+        text = str(given)
+        path, _, selector = (text, "", "") if Path(text).exists() else text.partition("::")
+        result = Result.load(path)
+    if result.schema not in COMPARABLE:
+        raise KvtoolError(
+            "usage", f"{name} is a {result.schema}, which has no rows to compare", f"compared: {', '.join(COMPARABLE)}"
+        )
+    return _selected(Side(result, path, selector or None), selector, name)
+
+
+def _selected(side: Side, selector: str, name: str) -> Side:
+    if not selector:
+        return side
+    labels: list[str] = side.has("policy")
+    whole = [label for label in labels if selector == label or selector.startswith(f"{label}@")]
+    word = max(whole, key=len) if whole else selector.partition("@")[0]
+    rest = selector[len(word) :].removeprefix("@")
+    if word:
+        side = side.pinned("policy", _label(word, labels, side, name))
+    asked, _, schedule = rest.partition("@")
+    if asked:
+        side = side.pinned("asked", _asked(asked, side, name))
+    if schedule:
+        known: list[str] = side.has("schedule")
+        if schedule not in known:
+            raise KvtoolError("usage", f"{name} holds no schedule {schedule!r}", did_you_mean(schedule, known))
+        side = side.pinned("schedule", schedule)
+    for component in ("asked", "schedule"):
+        _holds_some(side, name, component)
+    return side
+
+
+def _label(word: str, labels: list[str], side: Side, name: str) -> str:
+    """The label that `word` is, or the only one of that policy."""
+    if word in labels:
+        return word
+    named = [label for label in labels if split_spec(label).name == word]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        raise KvtoolError("usage", f"{name} holds several {word}", "choose one: " + "  ".join(named))
+    raise KvtoolError("usage", f"{name} ({side.label}) holds no policy {word!r}", did_you_mean(word, labels))
+
+
+def _asked(text: str, side: Side, name: str) -> tuple[float | None, int | None]:
+    """`0.75` as a ratio, `256` as a budget in tokens."""
+    try:
+        number = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise KvtoolError("usage", f"{text!r} in the selector of {name} is no ratio and no budget", SPELLING) from None
+    if number < 0 or (number >= 1 and number.denominator != 1):
+        raise KvtoolError("usage", f"{text} in the selector of {name} is no ratio below 1 and no whole budget")
+    value = (float(number), None) if number < 1 else (None, int(number))
+    known = side.has("asked")
+    if value not in known:
+        there = ", ".join(f"{ratio:g}" if ratio is not None else str(budget) for ratio, budget in known)
+        raise KvtoolError("usage", f"{name} ({side.label}) was not asked for {text}", f"it holds {there}")
+    return value
+
+
+def _holds_some(side: Side, name: str, component: str) -> None:
+    """Whether the cells have all that was selected together."""
+    chosen = {"policy": side.policy, "schedule": side.schedule}
+    cells = side.result.tables["cells"]
+    columns = {key: cells.column(key).to_pylist() for key in ("policy", "ratio", "budget", "schedule")}
+    for policy, ratio, budget, schedule in zip(*columns.values(), strict=True):
+        asked = "asked" not in side.pins or (ratio, budget) == side.pins["asked"]
+        if asked and chosen["policy"] in (None, policy) and chosen["schedule"] in (None, schedule):
+            return
+    raise KvtoolError("usage", f"{name} ({side.label}) holds no cell with this {component}")
+
+
+def matched(a: Side, b: Side) -> tuple[Side, Side]:
+    """Both sides with what only one of them selects settled for the other.
+
+    Where the other holds one value (one policy besides the controls) it is that one; else the value selected is
+    looked up there.
+
+    Raises:
+        KvtoolError: code `usage` where the other holds several and not that one, or the schemas differ.
+    """
+    if a.result.schema != b.result.schema:
+        raise KvtoolError(
+            "usage",
+            f"A is a {a.result.schema} and B a {b.result.schema}: they measure different things",
+            "compare two results of one command",
+        )
+    return _followed(a, b, "A"), _followed(b, a, "B")
+
+
+def _followed(side: Side, other: Side, name: str) -> Side:
+    for component, value in other.pins.items():
+        if component in side.pins:
+            continue
+        known = side.has(component)
+        if component == "policy":
+            known = [label for label in known if split_spec(label).name not in CONTROLS] or known
+        if len(known) == 1:
+            side = side.pinned(component, known[0])
+        elif value in side.has(component):
+            side = side.pinned(component, value)
+        else:
+            there = "  ".join(str(one) for one in known)
+            raise KvtoolError(
+                "usage",
+                f"only one side selects a {component}, and {name} has no {value} to go with it",
+                f"has: {there}",
+            )
+    return side

@@ -1,0 +1,167 @@
+"""Sentences of a comparison: what was compared, what came out, and how far to trust it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvtool.report.diff_words import count, group_name, interval, layers_that, number, spelled, telling, times
+from kvtool.report.page import Line
+
+Document = Mapping[str, Any]
+
+_KINDS = {
+    "behaviour": "Behaviour: B keeps other tokens than A",
+    "numerics": "Numerics only: B keeps the same tokens as A, and only numbers moved",
+    "identical": "Identical: same tokens, same numbers",
+    "unknown": "Unknown kind: there are no kept sets on both sides, so only numbers were compared",
+}
+
+
+def nothing_differs(document: Document) -> bool:
+    """Whether there is nothing to tell but that."""
+    return not any(document[key] for key in ("groups", "settings", "only_a", "only_b")) and not document["worse"]
+
+
+def no_difference(document: Document) -> str:
+    same = document.get("identical_groups")
+    over = f"{count(same, 'comparison')} over " if same else ""
+    return f"no difference: {over}{count(document['sequences'], 'sequence')} hold the same numbers and tokens"
+
+
+def compared(document: Document) -> list[Line]:
+    """What A and B are, and what they have in common."""
+    a, b = document["a"], document["b"]
+    said = [Line(f"{name}: {_side(side)}") for name, side in (("A", a), ("B", b))]
+    pairs = count(document["sequences"], "sequence")
+    if a["trace_digest"] == b["trace_digest"]:
+        said.append(Line(f"trace {_short(a['trace_digest'])}, {pairs} compared"))
+    else:
+        traces = f"A {_short(a['trace_digest'])}, B {_short(b['trace_digest'])}"
+        said.append(Line(f"The traces differ ({traces}); {pairs} with the same tokens' lengths compared", "bold"))
+    return said
+
+
+def _side(side: Document) -> str:
+    chosen = side.get("selector")
+    return f"{side['path']}{f' ({chosen})' if chosen else ''}"
+
+
+def _short(digest: str | None) -> str:
+    return "unknown" if digest is None else f"{digest[:12]}…"
+
+
+def headline(document: Document, groups: Sequence[Document]) -> list[str]:
+    """The kind of change, then the verdict; `groups` come the most worsened first."""
+    return [_kind(document, groups), _verdict(document, groups)]
+
+
+def _kind(document: Document, groups: Sequence[Document]) -> str:
+    kind = document["kind"]
+    text = _KINDS[kind]
+    if kind == "behaviour":
+        kept = [group["kept"] for group in groups if group.get("kept")]
+        moved, heads = sum(k["heads_moved"] for k in kept), sum(k["heads"] for k in kept)
+        if kept:
+            text += f" in {moved} of {heads} kept sets"
+        layers = sorted({layer for group in groups for layer in layers_that(group, "behaviour")})
+        if layers:
+            text += f", layer{'s' * (len(layers) != 1)} {spelled(layers)}"
+        first = next((group["first"] for group in groups if group.get("first") and group["kind"] == kind), None)
+        text += f"; first: {first}" if first else ""
+    ties = document.get("ties")
+    if ties and kind == "numerics":
+        sets = count(ties, "kept set")
+        return f"Numerics only: B keeps other tokens than A where rounding decides ({sets}), nowhere else."
+    if ties:
+        text += f"; {ties} of these only where rounding decides"
+    return f"{text}."
+
+
+def _verdict(document: Document, groups: Sequence[Document]) -> str:
+    missing = bool(document["only_a"]) and not any(
+        entry["verdict"] == "worse" for group in groups for entry in group["metrics"]
+    )
+    if document["worse"] and missing:
+        return f"Not passed: {count(sum(e['rows'] for e in document['only_a']), 'row')} of A missing in B."
+    lacking = [g for g in groups if g.get("lost")]
+    if lacking and not any(e["verdict"] == "worse" for g in groups for e in g["metrics"]):
+        names = ", ".join(lacking[0]["lost"])
+        return f"Not passed: B has no {names} where A has, in {group_name(lacking[0])}."
+    worse = [g for g in groups if any(e["verdict"] == "worse" for e in g["metrics"])]
+    better = [g for g in groups if any(e["verdict"] == "better" for e in g["metrics"])]
+    moved = [g for g in groups if any(e["verdict"] == "moved" for e in g["metrics"])]
+    if worse:
+        more = f" {len(worse)} of {len(groups)} comparisons are worse in some metric." if len(groups) > 1 else ""
+        chance = ", though that may be chance" if (telling(worse[0]) or {}).get("sure") is False else ""
+        return f"B is worse{chance}: {_told(document, worse[0], len(groups) > 1)}.{more}"
+    if better:
+        best = max(better, key=lambda group: _gain(group))
+        return f"B is better: {_told(document, best, len(groups) > 1)}."
+    if moved:
+        return "B is neither better nor worse: only metrics without a better direction moved beyond the tolerance."
+    if groups:
+        return f"B is neither better nor worse: every metric stays within the tolerance ({_tolerance(document)})."
+    return "No number and no kept token differs."
+
+
+def _gain(group: Document) -> float:
+    entry = telling(group)
+    return 0.0 if entry is None or entry["difference"] is None else abs(entry["difference"]) / (abs(entry["a"]) or 1.0)
+
+
+def _told(document: Document, group: Document, named: bool) -> str:
+    """`mean_layer_error 0.081 → 0.102, 1.26x, 95 % interval of the difference +0.012 … +0.031 over 4 sequences`."""
+    entry = telling(group)
+    if entry is None:
+        return group_name(group)
+    text = f"{entry['metric']} {number(entry['a'])} → {number(entry['b'])}"
+    text += f", {times(entry['ratio'])}" if entry["ratio"] is not None else ""
+    over = f" over {count(document['sequences'], 'sequence')}"
+    if entry["low"] is not None:
+        student = interval(entry, "t_")
+        text += f", 95 % interval of the difference {interval(entry)}"
+        text += f" (Student's t {student})" if student != "-" else ""
+        text += over
+    else:
+        text += f"{over}, so without an interval" if document["sequences"] == 1 else over
+    return f"{text} ({group_name(group)})" if named else text
+
+
+def _tolerance(document: Document) -> str:
+    tolerance = document["tolerance"]
+    text = f"relative {tolerance['relative']:g}, absolute {tolerance['absolute']:g}"
+    named = tolerance.get("by_metric") or {}
+    own = "; ".join(
+        f"{metric}: {', '.join(f'{word} {value:g}' for word, value in values.items() if value is not None)}"
+        for metric, values in named.items()
+    )
+    return f"{text}; {own}" if own else text
+
+
+def uncompared(document: Document) -> list[str]:
+    """What could not be compared, from the document's own warnings that concern tokens."""
+    said = dict.fromkeys(
+        group["tokens"]["not_told"]
+        for group in document["groups"]
+        if group.get("tokens") and group["tokens"].get("not_told")
+    )
+    return [f"Tokens: {sentence}" for sentence in said]
+
+
+def trust(document: Document) -> list[str]:
+    """What the tolerance and the interval are."""
+    said = [f"Tolerance: |B - A| <= absolute + relative·|A|, {_tolerance(document)}."]
+    found = document.get("interval")
+    if found is None:
+        said.append(
+            "No interval: one sequence says nothing about another text; its heads and layers move together."
+            if document["sequences"] == 1
+            else "No interval: no sequence was paired."
+        )
+        return said
+    text = f"Interval: {100 * found['level']:g} %, {found['method']}, {found['resamples']} resamples"
+    said.append(f"{text}, seed {found['seed']}. A verdict is unsure where 0 lies inside it or inside Student's t.")
+    if found.get("note"):
+        said.append(f"{found['note'][:1].upper()}{found['note'][1:].rstrip('.')}.")
+    return said
