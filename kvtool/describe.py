@@ -83,6 +83,8 @@ def described(
         name = split_spec(text, shelf.noun).name if names else text
         entry: dict[str, Any] = {"name": name, **unknown, "from": None, "fault": None}
         try:
+            if name not in shelf.table and (fault := shelf.fault(name)) is not None:
+                raise fault
             # A name that others give too still shows what kvtool's own is.
             cls = shelf.load(name, base, own=not names)
             entry |= _said(shelf, name, cls, say)

@@ -47,9 +47,13 @@ def environment(*packages: str) -> dict[str, Any]:
 
 
 def source_digest(cls: type) -> str | None:
-    """SHA-256 of the file that defines `cls`: two policies of one name may differ in their code."""
-    file = inspect.getsourcefile(cls)
-    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    """SHA-256 of the file that defines `cls`: two policies of one name may differ in their code. None where a package
+    ships no such file (compiled, or inside an archive)."""
+    try:
+        file = inspect.getsourcefile(cls)
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except (TypeError, OSError):
+        return None
 
 
 def parameters(value: Any) -> dict[str, Any]:

@@ -57,7 +57,8 @@ def options(
 ) -> None:
     global verbosity
     verbosity = verbose
-    plugins.switch_off(no_plugins)
+    if no_plugins:
+        plugins.switch_off()
 
 
 def _say(message: str, hint: str | None, code: str) -> None:

@@ -192,5 +192,5 @@ def asked_metrics(texts: Sequence[str]) -> tuple[Asked, ...]:
             raise KvtoolError("metric-broken", f"{asked.who} calls itself {metric.name}: both names must be one")
         found.setdefault(label, asked)
     if (clash := clash_of((asked.who, asked) for asked in found.values())) is not None:
-        raise KvtoolError("metric-broken", clash, "ask for one of them at a time")
+        raise KvtoolError("usage", clash, "ask for one of them at a time")
     return tuple(found.values())

@@ -20,7 +20,7 @@ TITLES = ("policy", "error", "mass", "regret", "w32", "kept")  # of the table th
 OTHERS = ("oracle", "digest", "margin", "evict_step", "predicted_kl_block", "predicted_kl_partial", *DIAGNOSED, *TITLES)
 LIVE = (
     *("decisions_differ", "evaluated_steps", "delta_nll", "top1_agreement", "top1_agrees"),
-    *("kl", "nll", "nll_full", "generated", "generated_same", "cells"),
+    *("kl", "nll", "nll_full", "generated", "generated_same", "cells", "mean_cosine_distance", "mean_evicted_mass"),
 )
 # What starts so: windows and kin of built-in metrics, and what `kvtool live` measures.
 FAMILIES = ("predicted_kl", "mean_layer_error", "mean_output_error", "measured_", "closed_", "answer_")
@@ -29,9 +29,8 @@ FAMILIES = ("predicted_kl", "mean_layer_error", "mean_output_error", "measured_"
 def taken() -> dict[str, str]:
     """Column name -> what has it already."""
     found = dict.fromkeys((*KINDS, *COUNTS, *OTHERS, *LIVE), "a column of kvtool's tables")
-    found |= dict.fromkeys(
-        (name for place in (*PLACE.values(), *OWN.values()) for name in place), "a column of a table"
-    )
+    elsewhere = (name for place in (*PLACE.values(), *OWN.values()) for name in place)
+    found |= dict.fromkeys(elsewhere, "a column of another table")
     found |= dict.fromkeys((column.name for column in AGE_COLUMNS), "a column of the table `ages`")
     found |= {column.name: "a column of a built-in metric" for column in columns()}
     return found | dict.fromkeys(KEY, "a key column of every table")
@@ -57,9 +56,8 @@ def fault_of(metric: Any, *, built_in: bool = False) -> str | None:
         if (fault := _fault_of_column(column)) is not None:
             return fault
         if not built_in and (column.name in known or column.name.startswith(FAMILIES)):
-            return (
-                f"has a column {column.name}, which is {known.get(column.name, 'of the family of a built-in metric')}"
-            )
+            owner = known.get(column.name, "of a family that kvtool has")
+            return f"has a column {column.name}, which is {owner}"
     if len({(c.name, c.level) for c in declared}) < len(declared):
         return "declares a column twice at one level"
     levels: dict[str, set[str]] = {}

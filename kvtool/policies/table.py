@@ -37,6 +37,9 @@ ALL: tuple[str, ...] = tuple(name for name in BUILT_IN if name != "capacity")
 NOT_EVICTION = ("quest", "infllm", "retrieval-attention", "sparq", "magicpig", "double-sparsity", "loki")
 
 
+# What replay asks of every policy before it sees a trace; properties may fail.
+TRAITS = ("oracle", "nested", "keeps_all", "positions", "needs", "calibration_trace")
+
 SHELF = Shelf("policy", BUILT_IN, dict.fromkeys(NOT_EVICTION, "a method of that name evicts nothing"))
 
 
@@ -47,7 +50,8 @@ def policy_from_text(text: str, *, own: bool = False) -> tuple[str, Policy]:
         own: the name means kvtool's own policy, whoever else gives it.
 
     Raises:
-        KvtoolError: `policy-unknown`, `policy-parameter`, `not-eviction`, `plugin-broken` or `plugin-twice`.
+        KvtoolError: `policy-unknown`, `policy-parameter`, `policy-broken`, `not-eviction`, `plugin-broken` or
+            `plugin-twice`.
     """
     spec = split_spec(text)
     if spec.name.lower() in NOT_EVICTION:
@@ -56,4 +60,10 @@ def policy_from_text(text: str, *, own: bool = False) -> tuple[str, Policy]:
             f"{spec.name} re-selects tokens for every query and evicts nothing, so it cannot be replayed",
         )
     policy: Policy = SHELF.made(spec, Policy, own=own)
+    for trait in TRAITS:
+        try:
+            getattr(policy, trait)
+        except Exception as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            raise KvtoolError("policy-broken", f"{spec.name} does not say its {trait}: {words}") from error
     return spec.name, policy

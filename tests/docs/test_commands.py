@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -46,6 +48,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def pip_installed(package: Path, place: Path) -> Path:
+    """Where pip put a package of the repository. Its sources are copied, since building leaves files beside them."""
+    source, site = place / f"source-of-{package.name}", place / f"site-of-{package.name}"
+    shutil.copytree(package, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-build-isolation", "--no-deps"]
+    subprocess.run([*command, "--target", site, source], check=True, capture_output=True)
+    return site
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_page_runs_from_top_to_bottom(
     page: Path, place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -62,6 +73,10 @@ def test_a_page_runs_from_top_to_bottom(
             program, *arguments = shlex.split(line)
             if program == "make":
                 assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in arguments), line
+            elif program == "pip":
+                assert arguments[0] == "install", line
+                for package in arguments[1:]:
+                    monkeypatch.syspath_prepend(str(pip_installed(place / package, place)))
             else:
                 assert program == "kvtool", f"{page.name} runs {program}"
                 code = run(arguments)

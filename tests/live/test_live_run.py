@@ -16,6 +16,7 @@ import kvtool
 from kvtool.cli.main import run as command
 from kvtool.errors import KvtoolError
 from kvtool.live import closed_loop, live
+from kvtool.metrics.declared import FAMILIES, taken
 from kvtool.replay import replay
 from kvtool.result import LIVE, SCHEMAS, Result
 from kvtool.trace.commit import file_entry, seal
@@ -193,6 +194,51 @@ def test_every_kind_of_model_runs(folder, traced, name):
     ]
     assert ratios
     assert all(abs(ratio - 1) < 1e-3 for ratio in ratios)
+
+
+def test_a_metric_by_name_is_held_against_the_measurement_too(folder, traced, tmp_path):
+    source = """
+from dataclasses import dataclass
+from kvtool.metrics import Column, Metric
+
+@dataclass(frozen=True)
+class Twice(Metric):
+    name = "twice"
+    columns = (
+        Column("twice_error", "cell", "relative L2", "lower", "twice the mean error"),
+        Column("twice_size", "cell", "units", "none", "no predictor"),
+    )
+
+    def partial(self, errors, geometry, retained):
+        heads = (errors.squared_error.sum(-1) / errors.squared_output.sum(-1)).sqrt()
+        return {"heads": heads}
+
+    def combine(self, partials):
+        heads = [head for partial in partials for head in partial["heads"].tolist()]
+        return {"twice_error": 2 * sum(heads) / len(heads), "twice_size": len(heads)}
+"""
+    (tmp_path / "twice.py").write_text(source)
+    word = f"{tmp_path}/twice.py:Twice"
+    found = live(folder("llama"), traced("llama"), ["knorm", "tova"], calibrate=True, metrics=[word], **OPTIONS)
+    for cell in found.entries("cells"):
+        if not cell["no_effect"]:
+            assert cell["twice_error"] == pytest.approx(2 * cell["mean_output_error"], rel=1e-12, abs=1e-15)
+    agreed = {entry["predictor"]: entry for entry in found.entries("calibration") if entry["sequence"] is None}
+    assert "twice_size" not in agreed
+    assert agreed["twice_error"]["cells"] > 2
+    for number in ("spearman", "pairs", "wrong_pairs"):
+        assert agreed["twice_error"][number] == agreed["mean_output_error"][number]
+    assert found.manifest["metrics"]["twice"] == 1
+    with pytest.raises(KvtoolError, match="none is made"):
+        live(folder("llama"), traced("llama"), ["knorm"], metrics=[word], **OPTIONS)
+
+
+def test_every_column_of_a_live_run_is_taken(result):
+    """So that no metric of another package can have one."""
+    known = taken()
+    for name, table in result.tables.items():
+        free = [c for c in table.column_names if c not in known and not c.startswith(FAMILIES)]
+        assert free == [], name
 
 
 def test_an_earlier_event_and_chunks(folder, traced):

@@ -34,5 +34,5 @@ class NovelKeys(Policy):
         first = (place - self.memory).clamp_min(0)
         before = (sums[:, place] - sums[:, first]) / (place - first).clamp_min(1)[:, None]  # [Hk, N, D]
         distance = (keys - before).norm(dim=-1)  # [Hk, N]
-        distance[:, 0] = torch.inf
+        distance[:, :1] = torch.inf  # of no candidates at all, nothing
         return distance
