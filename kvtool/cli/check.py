@@ -64,7 +64,7 @@ def command(
     for line in github_annotations(found) if annotate else ():
         print(line, file=sys.stderr)
     counts = found.counts()
-    if update:
+    if found.updated:
         hint("next", f"read what moved in {found.baseline} and commit it")
     elif not found.ok and output is None:
         hint("next", f"kvtool check {suite} -o results keeps the results for kvtool diff; --update accepts them")
