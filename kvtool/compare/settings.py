@@ -31,7 +31,7 @@ ORDER = (
     "kernels",
     "model",
 )
-# What leaves every number as it is: where files lie, who ran what when, and what is measured besides. A trace's
+# What leaves every number as it is: where files lie, who ran what when, and what was measured besides. A trace's
 # capture is covered by its digest.
 IDLE = (
     "environment",
@@ -44,6 +44,8 @@ IDLE = (
     "replay.bin_steps",
     "replay.decompose",
     "replay.kl_windows",
+    "live.key_error",
+    "live.full_kl",
 )
 ABSENT = "absent"
 

@@ -347,3 +347,18 @@ def test_bad_requests_are_one_sentence(arguments: dict[str, Any], words: str) ->
 def test_a_trace_that_is_another_one_is_refused() -> None:
     with pytest.raises(KvtoolError, match="is not the trace of either result"):
         diff(tiny(), tiny(window=5), trace=TINY.with_name("smollm2.zarr"))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_entries_are_paired_by_key_whatever_their_order(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    a = tiny(schedules=("every:8",))
+    shuffled = {name: table.take(random.permutation(table.num_rows)) for name, table in a.tables.items()}
+    b = Result(a.manifest, shuffled, [], a.schema)
+    assert diff(a, b).empty
+    row = int(random.choice(where(b, "rows", policy="h2o", event=None)))
+    key = ("sequence", "layer", "q_head")
+    entry = b.entries("rows")[row]
+    found = diff(a, with_value(b, "rows", "output_error", row, 7.0), tokens=0, by=",".join(key))
+    assert [tuple(group[name] for name in key) for group in found.groups] == [tuple(entry[name] for name in key)]
