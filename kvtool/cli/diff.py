@@ -44,7 +44,10 @@ def command(
         wrong = [name for name, value in {**given, "--sequences": sequences, "--markdown": markdown}.items() if value]
         if wrong:
             raise KvtoolError("usage", f"{', '.join(wrong)} is for results, --traces compares traces", "leave it out")
-        _traces(a, b, as_json)
+        from kvtool.cli.diff_traces import traces_answer
+
+        if traces_answer(Path(a), Path(b), as_json):
+            raise typer.Exit(1)
         return
     if tokens < 0:
         raise KvtoolError("usage", f"--tokens {tokens} is below 0", "--tokens 0 names none")
@@ -78,11 +81,4 @@ def command(
         hint("warning", warning)
     hint("next", next_command(document))
     if found.worse:
-        raise typer.Exit(1)
-
-
-def _traces(a: str, b: str, as_json: bool) -> None:
-    from kvtool.cli.traces import traces_answer
-
-    if traces_answer(a, b, as_json):
         raise typer.Exit(1)

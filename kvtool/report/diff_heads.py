@@ -67,7 +67,7 @@ def heads(group: Document) -> list[Part]:
     if wins and wins["a"] + wins["b"] + wins["even"]:
         text = f"Query heads by {wins['metric']}: A is better in {wins['a']}, B in {wins['b']}, even {wins['even']}"
         found.append(Line(f"{text}{_significant(group.get('significant_heads'))}."))
-    worst = [entry for entry in group.get("worst_heads") or () if entry["difference"]][:MOST_HEADS]
+    worst = [entry for entry in group.get("worst_heads") or () if (entry["difference"] or 0) > 0][:MOST_HEADS]
     if not worst:
         return found
     rows = [
@@ -109,7 +109,7 @@ def kept(group: Document) -> list[Part]:
     if not found:
         return []
     if not found["heads_moved"]:
-        return [Line(f"Kept sets: the same in all {found['heads']} KV heads (sequences counted one by one).")]
+        return [Line(f"Kept sets: the same in all {found['heads']} (one per sequence, layer and KV head).")]
     text = (
         f"Kept sets: {found['heads_moved']} of {found['heads']} differ; Jaccard {found['jaccard']:.3f} on average, "
         f"least {found['jaccard_min']:.3f}"
@@ -132,11 +132,11 @@ def tokens(group: Document, document: Document) -> list[Part]:
     told = (("lost", "A keeps and B loses"), ("gained", "B keeps and A loses"))
     for key, what in told:
         if found[key]:
-            parts.append(_token_grid(found[key], f"tokens that {what}", several))
+            parts.append(_token_grid(found[key], f"tokens that {what}", several, not parts))
     return parts
 
 
-def _token_grid(entries: Sequence[Document], title: str, several: bool) -> Grid:
+def _token_grid(entries: Sequence[Document], title: str, several: bool, explained: bool) -> Grid:
     rows = [
         {
             "row": str(entry["token"]),
@@ -157,7 +157,7 @@ def _token_grid(entries: Sequence[Document], title: str, several: bool) -> Grid:
     columns = columns if measured else [name for name in columns if name not in ("mass", "damage", "worst at")]
     caption = f"Row: place in the trace{', which is also its position' if same else ''}."
     explains = {
-        "KV heads": "KV heads: how many part over it, over all layers.",
+        "KV heads": "KV heads: how many lose it, of those of all layers.",
         "mass": "Mass: share of attention that it had where one side sees it and the other does not.",
         "damage": "Damage: error of losing it alone, relative to the output.",
         "worst at": "Worst at: layer.query head.",
@@ -168,8 +168,8 @@ def _token_grid(entries: Sequence[Document], title: str, several: bool) -> Grid:
         ("row", "text"),
         gives_way=("position", "worst at", "mass"),
         code=("text",),
-        explains=explains,
-        title=f"{title} ({count(len(entries), 'token')}, most damage first)" if measured else title,
+        explains=explains if explained else {},
+        title=f"{title} ({count(len(entries), 'token')}, dearest over all heads first)" if measured else title,
         caption=caption,
     )
 

@@ -27,8 +27,12 @@ Document = Mapping[str, Any]
 
 MOST_DETAILED = 3  # groups that are told whole
 FEW = 3  # groups that need no table of groups
-MOST_METRICS = 8  # beside those of cells
+MOST_METRICS = 6  # beside those that order policies
 MOST_SETTINGS = 20
+_FIRST = ("predicted_kl", "predicted_kl_w32", "mean_layer_error", "mean_output_error")
+_SAME_AS = {"layer_error": "mean_layer_error", "output_error": "mean_output_error"}  # once means are taken
+_QUIET = ("same", "within", "undefined")
+_LOUDEST = ("worse", "better", "moved")
 _GIVES_WAY = ("Student's t", "B : A", "B - A", "A")
 
 
@@ -57,6 +61,8 @@ def diff_page(document: Document) -> list[Part]:
     same = document.get("identical_groups", 0)
     if same:
         further.append(Line(f"{count(same, 'further comparison')} without any difference."))
+    if not groups:
+        return [*parts, *further]  # nothing to trust or to doubt
     further += [Line(sentence, "italic") for sentence in diff_verdict.trust(document)]
     return [*parts, Heading("How far to trust this"), *further]
 
@@ -170,18 +176,15 @@ def _with_intervals(rows: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
 
 
 def _metrics(group: Document) -> list[Part]:
-    """The metrics of one group: those of cells always, others where they went beyond the tolerance."""
-    shown: list[Document] = []
-    quiet: list[Document] = []
-    for entry in group["metrics"]:
-        tells = entry["verdict"] not in ("same", "within", "undefined")
-        several = entry["a"] is not None or entry["b"] is not None
-        (shown if tells or (entry["level"] == "cell" and several) else quiet).append(entry)
-    first = ordering(group)
-    further = [e for e in shown if e["level"] != "cell" and e is not first]
-    further.sort(key=lambda e: {"worse": 0, "better": 1}.get(e["verdict"], 2))
+    """The metrics of one group: those that order policies always, others where they left the tolerance."""
+    named = {entry["metric"]: entry for entry in group["metrics"]}
+    shown: list[Document] = [named[name] for name in _FIRST if name in named]
+    told = {*_FIRST, *(name for name in _SAME_AS if _SAME_AS[name] in named)}
+    others = [entry for entry in group["metrics"] if entry["metric"] not in told]
+    quiet = [entry for entry in others if entry["verdict"] in _QUIET]
+    further = sorted((e for e in others if e["verdict"] not in _QUIET), key=lambda e: _LOUDEST.index(e["verdict"]))
+    shown += further[:MOST_METRICS]
     quiet += further[MOST_METRICS:]
-    shown = [e for e in shown if e["level"] == "cell" or e is first] + further[:MOST_METRICS]
     rows = [{"metric": directed(entry)} | _numbers(entry) for entry in shown]
     if not rows:
         return [Line("Every metric is the same or within the tolerance.")]

@@ -26,9 +26,7 @@ def nothing_differs(document: Document) -> bool:
 def no_difference(document: Document) -> str:
     same = document.get("identical_groups")
     over = f"{count(same, 'comparison')} over " if same else ""
-    return (
-        f"no difference: {over}{count(document['sequences'], 'sequence')}, every number and every kept token the same"
-    )
+    return f"no difference: {over}{count(document['sequences'], 'sequence')} hold the same numbers and tokens"
 
 
 def compared(document: Document) -> list[Line]:
@@ -65,14 +63,18 @@ def _kind(document: Document, groups: Sequence[Document]) -> str:
         kept = [group["kept"] for group in groups if group.get("kept")]
         moved, heads = sum(k["heads_moved"] for k in kept), sum(k["heads"] for k in kept)
         if kept:
-            text += f" in {moved} of {heads} KV heads" if len(groups) == 1 else f" in {moved} of {heads} sets"
+            text += f" in {moved} of {heads} kept sets"
         layers = sorted({layer for group in groups for layer in layers_that(group, "behaviour")})
         if layers:
             text += f", layer{'s' * (len(layers) != 1)} {spelled(layers)}"
         first = next((group["first"] for group in groups if group.get("first") and group["kind"] == kind), None)
         text += f"; first: {first}" if first else ""
-    if document.get("ties"):
-        text += f"; {count(document['ties'], 'set')} differ{'s' * (document['ties'] == 1)} in ties only"
+    ties = document.get("ties")
+    if ties and kind == "numerics":
+        sets = count(ties, "kept set")
+        return f"Numerics only: B keeps other tokens than A where rounding decides ({sets}), nowhere else."
+    if ties:
+        text += f"; {ties} of these only where rounding decides"
     return f"{text}."
 
 
@@ -91,7 +93,8 @@ def _verdict(document: Document, groups: Sequence[Document]) -> str:
     moved = [g for g in groups if any(e["verdict"] == "moved" for e in g["metrics"])]
     if worse:
         more = f" {len(worse)} of {len(groups)} comparisons are worse in some metric." if len(groups) > 1 else ""
-        return f"B is worse: {_told(document, worse[0], len(groups) > 1)}.{more}"
+        chance = ", though that may be chance" if (telling(worse[0]) or {}).get("sure") is False else ""
+        return f"B is worse{chance}: {_told(document, worse[0], len(groups) > 1)}.{more}"
     if better:
         best = max(better, key=lambda group: _gain(group))
         return f"B is better: {_told(document, best, len(groups) > 1)}."
@@ -119,7 +122,7 @@ def _told(document: Document, group: Document, named: bool) -> str:
         student = interval(entry, "t_")
         text += f", 95 % interval of the difference {interval(entry)}"
         text += f" (Student's t {student})" if student != "-" else ""
-        text += over if entry["sure"] else f"{over}: unsure, since 0 is inside"
+        text += over
     else:
         text += f"{over}, so without an interval" if document["sequences"] == 1 else over
     return f"{text} ({group_name(group)})" if named else text

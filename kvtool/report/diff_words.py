@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtool.words import asked, spans
+from kvtool.words import asked, printable, spans
 
 # Metrics that order policies, the most telling first; where none was compared the first one there is.
 ORDERING = ("predicted_kl", "mean_layer_error", "mean_output_error")
 _DIRECTIONS = {"lower": "↓", "higher": "↑"}
-MOST_LETTERS = 28  # of a token's text
+MOST_LETTERS = 24  # of a token's text
 
 
 def number(value: float | None, signed: bool = False) -> str:
@@ -32,13 +32,13 @@ def times(value: float | None) -> str:
         return "-"
     if abs(value) >= 100:
         return f"{value:.3g}x"
-    return f"{value:.2f}x" if abs(value - 1) >= 0.01 else f"{value:.4f}x"
+    return f"{value:.2f}x" if abs(value - 1) >= 0.01 or value == 1 else f"{value:.4f}x"
 
 
 def interval(entry: Mapping[str, Any], kind: str = "") -> str:
     """The interval of the difference; `kind` `t_` for Student's."""
     low, high = entry.get(f"{kind}low"), entry.get(f"{kind}high")
-    return "-" if low is None or high is None else f"{_end(low)} … {_end(high)}"
+    return "-" if low is None or high is None or entry["verdict"] == "same" else f"{_end(low)} … {_end(high)}"
 
 
 def _end(value: float) -> str:
@@ -75,8 +75,8 @@ def quoted(text: str | None) -> str:
     """The text of a token in quotes, control characters as escapes, shortened where it is long."""
     if text is None:
         return "-"
-    shown = repr(text)
-    return shown if len(shown) <= MOST_LETTERS else f"{shown[: MOST_LETTERS - 1]}…"
+    shown = printable(text)
+    return f"'{shown}'" if len(shown) <= MOST_LETTERS else f"'{shown[:MOST_LETTERS]}…'"
 
 
 def count(number_: int, noun: str) -> str:
@@ -158,7 +158,8 @@ def next_command(document: Mapping[str, Any]) -> str:
     if not document["groups"]:
         return f"kvtool diff {shlex.quote(str(a['label']))} OTHER holds it against another run"
     if document.get("by"):
-        return f"kvtool diff {shlex.quote(str(a['label']))} {shlex.quote(str(b['label']))} --markdown is for a pull request"
+        sides = [shlex.quote(str(side["label"])) for side in (a, b)]
+        return f"kvtool diff {sides[0]} {sides[1]} --markdown is for a pull request"
     worst = min(document["groups"], key=worsening)
     sides = [f"{side['path']}::{_selector(worst, end)}" for side, end in ((a, "a"), (b, "b"))]
     return f"kvtool diff {shlex.quote(sides[0])} {shlex.quote(sides[1])} --by layer tells every layer apart"

@@ -25,9 +25,15 @@ def terminal_page(parts: Sequence[Part], width: int | None = None) -> list[Any]:
         width: characters of the terminal, None for no limit.
     """
     found: list[Any] = []
+    before: Part | None = None
     for part in parts:
+        finding = isinstance(part, Line) and part.weight == "bold"
+        after_finding = isinstance(before, Line) and before.weight == "bold"
+        if before is not None and (isinstance(part, Heading) or finding != after_finding or isinstance(part, Grid)):
+            found.append(Text(""))
+        before = part
         if isinstance(part, Heading):
-            found += [Text(""), Text(part.text, style="bold underline")]
+            found.append(Text(part.text, style="bold underline"))
         elif isinstance(part, Line):
             found.append(Text(part.text, style=_STYLES[part.weight]))
         else:
