@@ -93,10 +93,10 @@ class Sets:
         return 0 if window is None else max(0, last - window + 1)
 
     def told(self, members: list[int], limit: int) -> dict[str, Any]:
-        """`kept` and `tokens` of one group; `tokens` is null where no head of it decided otherwise."""
-        heads = [head for index in members if (head := self.head(index)) is not None]
+        """`kept` and `tokens` of one group; null where no head of it decided otherwise."""
         if all(self.decisions.kind[index] == IDENTICAL for index in members):
-            return {"kept": overlap(heads), "tokens": None}
+            return {"kept": None, "tokens": None}
+        heads = [head for index in members if (head := self.head(index)) is not None]
         tokens: dict[str, Any] = {"lost": [], "gained": [], "not_told": "no tokens were asked for"}
         if limit > 0:
             tokens = lost_tokens(self.trace, heads, limit=limit)

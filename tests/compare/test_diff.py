@@ -391,7 +391,7 @@ def test_metrics_of_others_are_compared_as_the_manifest_describes_them() -> None
     assert "only A holds spread" in diff(a, tiny()).warnings[0]
 
 
-def test_a_group_with_equal_decisions_keeps_the_same_and_names_no_token() -> None:
+def test_a_group_with_equal_decisions_tells_of_no_sets_and_no_token() -> None:
     a = tiny()
     (group,) = diff(a, with_value(a, "rows", "output_error", 0, 3.0)).groups
-    assert (group["kept"]["jaccard"], group["kept"]["heads_moved"], group["tokens"]) == (1.0, 0, None)
+    assert (group["kept"], group["tokens"], group["first"]) == (None, None, None)
