@@ -97,6 +97,18 @@ def _known(a: Side, b: Side) -> list[Compared]:
             found.append(
                 Compared(template.metric, Column(name, "cell", column.unit, column.direction, "with other windows"))
             )
+    found += [one for side in (a, b) for one in _described(side) if one not in found]
     if a.result.schema == LIVE:
         found = [Compared("measured_kl", column) for column in LIVE_COLUMNS] + found
     return found
+
+
+def _described(side: Side) -> list[Compared]:
+    """Columns of metrics that are not kvtool's own, as the manifest describes them: nothing has to be installed."""
+    described = (side.result.manifest.get("replay") or {}).get("metrics") or []
+    return [
+        Compared(metric["name"], Column(**column))
+        for metric in described
+        for column in metric["columns"]
+        if column["level"] in TABLE_OF
+    ]

@@ -70,7 +70,7 @@ def metric_sentences(groups: Sequence[Mapping[str, Any]], verdict: str) -> list[
         if first["low"] is not None:
             spread = f", 95 % {first['low']:.4g} to {first['high']:.4g}"
             spread += "" if first["sure"] else ", which may be chance"
-        others = list(dict.fromkeys(e["metric"] for e in mine[1:]))
+        others = [name for name in dict.fromkeys(e["metric"] for e in mine) if name != first["metric"]]
         if others:
             more = f"; also {', '.join(others[:4])}" + (f" and {len(others) - 4} more" if len(others) > 4 else "")
         numbers = f"{first['metric']} {first['a']:.4g} to {first['b']:.4g}{change}{spread}"

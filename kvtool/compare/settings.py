@@ -31,7 +31,7 @@ ORDER = (
     "kernels",
     "model",
 )
-# What leaves every number as it is: where files lie, who ran what when, and what is measured besides. A trace's
+# What leaves every number as it is: where files lie, who ran what when, and what was measured besides. A trace's
 # capture is covered by its digest.
 IDLE = (
     "environment",
@@ -44,6 +44,8 @@ IDLE = (
     "replay.bin_steps",
     "replay.decompose",
     "replay.kl_windows",
+    "live.key_error",
+    "live.full_kl",
 )
 ABSENT = "absent"
 
@@ -80,6 +82,7 @@ def _described(side: Side) -> dict[str, Any]:
     manifest = dict(side.result.manifest)
     replay = dict(manifest.get("replay") or {})
     policies = {entry["label"]: entry for entry in replay.pop("policies", [])}
+    asked = {entry["label"]: entry for entry in replay.pop("metrics", [])}  # besides kvtool's own
     found: dict[str, Any] = {}
     if side.policy is not None:
         found["policy"] = side.policy
@@ -87,6 +90,8 @@ def _described(side: Side) -> dict[str, Any]:
     else:
         for label, entry in policies.items():
             found |= dict(_flat(f"replay.policies[{label}]", _fields(entry)))
+    for label, entry in asked.items():
+        found |= dict(_flat(f"replay.metrics[{label}]", {k: v for k, v in _fields(entry).items() if k != "columns"}))
     if "asked" in side.pins:
         replay.pop("budgets", None)
         found |= {"ratio": side.ratio, "budget": side.budget}
@@ -99,7 +104,7 @@ def _described(side: Side) -> dict[str, Any]:
 
 
 def _fields(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a policy: whether it is there at all, its code and everything that its scores depend on."""
+    """Of a policy or metric: whether it is there at all, its code and everything that its numbers depend on."""
     return {"class": entry.get("class"), **{key: entry[key] for key in entry if key not in ("label", "class")}}
 
 

@@ -35,7 +35,7 @@ def layers(group: Document) -> list[Part]:
         }
         for entry in shown
     ]
-    metric = str(shown[0]["metric"])
+    measured = any(entry["a"] is not None or entry["b"] is not None for entry in shown)
     tally = {word: sum(entry["verdict"] == word for entry in entries) for word in ("worse", "better", "moved")}
     counted = ", ".join(f"{number_} {word}" for word, number_ in tally.items() if number_)
     caption = f"Layers that differ: {spelled(sorted(e['layer'] for e in entries))}{f' ({counted})' if counted else ''}."
@@ -43,10 +43,11 @@ def layers(group: Document) -> list[Part]:
         "wins A / B / even": "Wins: query heads with the smaller output error.",
         "Jaccard": "Jaccard: overlap of what is kept, 1 is the same.",
     }
-    title = f"layers by {metric}" + (
+    title = (f"layers by {shown[0]['metric']}" if measured else "layers") + (
         f", the {len(shown)} most worsened of {len(entries)}" if shown is not entries else ""
     )
-    columns = ("layer", "kind", "A", "B", "B - A", "verdict", "wins A / B / even", "Jaccard")
+    columns: tuple[str, ...] = ("layer", "kind", "A", "B", "B - A", "verdict", "wins A / B / even", "Jaccard")
+    columns = columns if measured else ("layer", "kind", "Jaccard")
     gives_way = ("Jaccard", "kind", "A")
     words = ("kind", "verdict")
     return [

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtool.report.diff_words import count, group_name, interval, layers_that, number, spelled, telling, times
+from kvtool.report.diff_words import (
+    CONTROLS,
+    count,
+    group_name,
+    interval,
+    layers_that,
+    number,
+    ordering,
+    spelled,
+    telling,
+    times,
+)
 from kvtool.report.page import Line
 
 Document = Mapping[str, Any]
@@ -79,40 +90,59 @@ def _kind(document: Document, groups: Sequence[Document]) -> str:
 
 
 def _verdict(document: Document, groups: Sequence[Document]) -> str:
-    missing = bool(document["only_a"]) and not any(
-        entry["verdict"] == "worse" for group in groups for entry in group["metrics"]
-    )
-    if document["worse"] and missing:
+    worse = _with(groups, "worse")
+    if document["worse"] and not worse:
+        lacking = next((group for group in groups if group.get("lost")), None)
+        if lacking is not None:
+            return f"Not passed: B has no {', '.join(lacking['lost'])} where A has, in {group_name(lacking)}."
         return f"Not passed: {count(sum(e['rows'] for e in document['only_a']), 'row')} of A missing in B."
-    lacking = [g for g in groups if g.get("lost")]
-    if lacking and not any(e["verdict"] == "worse" for g in groups for e in g["metrics"]):
-        names = ", ".join(lacking[0]["lost"])
-        return f"Not passed: B has no {names} where A has, in {group_name(lacking[0])}."
-    worse = [g for g in groups if any(e["verdict"] == "worse" for e in g["metrics"])]
-    better = [g for g in groups if any(e["verdict"] == "better" for e in g["metrics"])]
-    moved = [g for g in groups if any(e["verdict"] == "moved" for e in g["metrics"])]
     if worse:
-        more = f" {len(worse)} of {len(groups)} comparisons are worse in some metric." if len(groups) > 1 else ""
-        chance = ", though that may be chance" if (telling(worse[0]) or {}).get("sure") is False else ""
-        return f"B is worse{chance}: {_told(document, worse[0], len(groups) > 1)}.{more}"
-    if better:
-        best = max(better, key=lambda group: _gain(group))
-        return f"B is better: {_told(document, best, len(groups) > 1)}."
-    if moved:
+        return _worse(document, worse, len(groups))
+    if better := _with(groups, "better"):
+        best = max(better, key=_gain)
+        return f"B is better{_chance(telling(best))}: {_told(document, best, telling(best), len(groups) > 1)}."
+    if _with(groups, "moved"):
         return "B is neither better nor worse: only metrics without a better direction moved beyond the tolerance."
     if groups:
         return f"B is neither better nor worse: every metric stays within the tolerance ({_tolerance(document)})."
     return "No number and no kept token differs."
 
 
-def _gain(group: Document) -> float:
+def _with(groups: Sequence[Document], verdict: str) -> list[Document]:
+    """The groups in which some metric has that verdict."""
+    return [group for group in groups if any(entry["verdict"] == verdict for entry in group["metrics"])]
+
+
+def _worse(document: Document, worse: Sequence[Document], groups: int) -> str:
+    """How B is worse; where the metric that orders policies says otherwise, that comes first."""
+    group, named = worse[0], groups > 1
+    first, told = ordering(group), telling(group)
+    more = f" {len(worse)} of {groups} comparisons are worse in some metric." if named else ""
+    said = _told(document, group, told, named)
+    if first is None or first is told:
+        return f"B is worse{_chance(told)}: {said}.{more}"
+    size = f"{first['metric']} {number(first['a'])} → {number(first['b'])}, {times(first['ratio'])}"
+    word = {"better": "is better", "within": "is within the tolerance", "same": "is the same"}.get(first["verdict"])
+    others = sum(entry["verdict"] == "worse" for entry in group["metrics"])
+    return (
+        f"B is worse in {count(others, 'metric')} of detail{_chance(told)}: {said}; "
+        f"{size}, {word or first['verdict']}.{more}"
+    )
+
+
+def _chance(entry: Document | None) -> str:
+    return ", though that may be chance" if entry is not None and entry["sure"] is False else ""
+
+
+def _gain(group: Document) -> tuple[bool, float]:
+    """Sorts groups that are better, controls before policies."""
     entry = telling(group)
-    return 0.0 if entry is None or entry["difference"] is None else abs(entry["difference"]) / (abs(entry["a"]) or 1.0)
+    size = 0.0 if entry is None or entry["difference"] is None else abs(entry["difference"] / (entry["a"] or 1.0))
+    return group.get("policy") not in CONTROLS, size
 
 
-def _told(document: Document, group: Document, named: bool) -> str:
+def _told(document: Document, group: Document, entry: Document | None, named: bool) -> str:
     """`mean_layer_error 0.081 → 0.102, 1.26x, 95 % interval of the difference +0.012 … +0.031 over 4 sequences`."""
-    entry = telling(group)
     if entry is None:
         return group_name(group)
     text = f"{entry['metric']} {number(entry['a'])} → {number(entry['b'])}"

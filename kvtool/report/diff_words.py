@@ -10,6 +10,7 @@ from kvtool.words import asked, printable, spans
 
 # Metrics that order policies, the most telling first; where none was compared the first one there is.
 ORDERING = ("predicted_kl", "mean_layer_error", "mean_output_error")
+CONTROLS = ("full", "random")
 _DIRECTIONS = {"lower": "↓", "higher": "↑"}
 MOST_LETTERS = 24  # of a token's text
 
@@ -130,16 +131,19 @@ def telling(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def worsening(group: Mapping[str, Any]) -> tuple[float, ...]:
-    """Sorts groups, the most worsened first."""
+    """Sorts groups, the most worsened first, controls behind policies."""
     entry = telling(group)
-    any_worse = any(e["verdict"] == "worse" for e in group["metrics"])
+    first = ordering(group)
+    leads = first is not None and first["verdict"] == "worse"
+    severity = 0 if leads else 1 if any(e["verdict"] == "worse" for e in group["metrics"]) else 2
+    control = group.get("policy") in CONTROLS
     behaves = {"behaviour": 0, "unknown": 1, "numerics": 2}.get(group["kind"], 3)
     if entry is None or entry["difference"] is None:
-        return (not any_worse, behaves, 0.0)
+        return (severity, control, behaves, 0.0)
     towards = -1.0 if entry["direction"] == "higher" else 1.0
     relative = entry["difference"] / (abs(entry["a"]) or 1.0)
     size = towards * relative if entry["direction"] != "none" else abs(relative)
-    return (not any_worse, behaves, -size)
+    return (severity, control, behaves, -size)
 
 
 def layers_that(group: Mapping[str, Any], *kinds: str) -> list[int]:

@@ -347,3 +347,51 @@ def test_bad_requests_are_one_sentence(arguments: dict[str, Any], words: str) ->
 def test_a_trace_that_is_another_one_is_refused() -> None:
     with pytest.raises(KvtoolError, match="is not the trace of either result"):
         diff(tiny(), tiny(window=5), trace=TINY.with_name("smollm2.zarr"))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_entries_are_paired_by_key_whatever_their_order(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    a = tiny(schedules=("every:8",))
+    shuffled = {name: table.take(random.permutation(table.num_rows)) for name, table in a.tables.items()}
+    b = Result(a.manifest, shuffled, [], a.schema)
+    assert diff(a, b).empty
+    row = int(random.choice(where(b, "rows", policy="h2o", event=None)))
+    key = ("sequence", "layer", "q_head")
+    entry = b.entries("rows")[row]
+    found = diff(a, with_value(b, "rows", "output_error", row, 7.0), tokens=0, by=",".join(key))
+    assert [tuple(group[name] for name in key) for group in found.groups] == [tuple(entry[name] for name in key)]
+
+
+def with_metric(result: Result, version: int = 1, window: int = 3) -> Result:
+    """A copy with a metric of somebody else's, whose column is the output error under another name."""
+    rows = result.tables["rows"].append_column("spread", result.tables["rows"].column("output_error"))
+    manifest = {**result.manifest, "metrics": {**result.manifest["metrics"], "spread": version}}
+    column = {"name": "spread", "level": "head", "unit": "nats", "direction": "higher", "meaning": "", "share": False}
+    described = {"label": "mine.py:Spread", "name": "spread", "version": version, "class": "Spread"}
+    described |= {"source": "0" * 64, "package": None, "parameters": {"window": window}, "columns": [column]}
+    manifest["replay"] = {**manifest["replay"], "metrics": [described]}
+    return Result(manifest, {**result.tables, "rows": rows}, [], result.schema)
+
+
+def test_metrics_of_others_are_compared_as_the_manifest_describes_them() -> None:
+    a = with_metric(tiny())
+    (row, *_) = where(a, "rows", policy="h2o", layer=3)
+    found = diff(a, with_value(a, "rows", "spread", row, 0.0), tokens=0)
+    entry = metric(found.groups[0], "spread")
+    assert (entry["unit"], entry["direction"], entry["verdict"], found.worse) == ("nats", "higher", "worse", True)
+    other = diff(a, with_metric(tiny(), version=2, window=4))
+    assert [one["name"] for one in other.settings] == [
+        "replay.metrics[mine.py:Spread].version",
+        "replay.metrics[mine.py:Spread].parameters.window",
+        "metrics.spread",
+    ]
+    assert "spread is version 1 in A and 2 in B" in other.warnings[0]
+    assert "only A holds spread" in diff(a, tiny()).warnings[0]
+
+
+def test_a_group_with_equal_decisions_tells_of_no_sets_and_no_token() -> None:
+    a = tiny()
+    (group,) = diff(a, with_value(a, "rows", "output_error", 0, 3.0)).groups
+    assert (group["kept"], group["tokens"], group["first"]) == (None, None, None)

@@ -43,7 +43,7 @@ def write(
     draws: int = 0,
     capture: dict[str, object] | None = None,
 ) -> Trace:
-    """The prompt is all but the last BEHIND rows. `query_steps` gives the rows with a query of a sequence of that length."""
+    """`query_steps` gives the rows with a query of a sequence of that length."""
     made = geometries() if made is None else made
     change = plant or (lambda sequence, layer, arrays: None)
     with TraceWriter(

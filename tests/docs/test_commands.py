@@ -25,10 +25,16 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(bash|sh|console|python)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def commands(block: str) -> list[str]:
+def commands(block: str) -> list[tuple[str, int]]:
+    """Every command, and the exit code it should have: that of a remark `# exits 1`, else 0."""
     joined = block.replace("\\\n", " ")
-    stripped = (re.sub(r"\s+#.*$", "", line).strip() for line in joined.splitlines())
-    return [line.removeprefix("$ ") for line in stripped if line and not line.startswith("#")]
+    found = []
+    for line in joined.splitlines():
+        expected = re.search(r"\s# exits (\d+)\b", line)
+        bare = re.sub(r"\s+#.*$", "", line).strip()
+        if bare and not bare.startswith("#"):
+            found.append((bare.removeprefix("$ "), int(expected[1]) if expected else 0))
+    return found
 
 
 @pytest.fixture
@@ -69,7 +75,7 @@ def test_a_page_runs_from_top_to_bottom(
             exec(compile(content, f"{page.name}", "exec"), module.__dict__)
             ran += 1
             continue
-        for line in commands(content):
+        for line, expected in commands(content):
             program, *arguments = shlex.split(line)
             if program == "make":
                 assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in arguments), line
@@ -80,6 +86,6 @@ def test_a_page_runs_from_top_to_bottom(
             else:
                 assert program == "kvtool", f"{page.name} runs {program}"
                 code = run(arguments)
-                assert code == 0, f"{line}\n{capfd.readouterr().err}"
+                assert code == expected, f"{line}\n{capfd.readouterr().err}"
             ran += 1
     assert ran > 0

@@ -115,7 +115,10 @@ def test_a_higher_better_metric_that_falls_is_worse_and_leads():
     falls = metric("mass_retained", 0.9, 0.8, "worse", level="head", direction="higher")
     one = group(metrics=[metric("mean_layer_error", 0.1, 0.1, "same"), falls])
     text = flat(printed(document([one]), 140))
-    assert "B is worse: mass_retained 0.9000 → 0.8000, 0.89x over 4 sequences." in text
+    assert (
+        "B is worse in 1 metric of detail: mass_retained 0.9000 → 0.8000, 0.89x over 4 sequences; "
+        "mean_layer_error 0.1000 → 0.1000, 1.00x, is the same."
+    ) in text
     assert "mass_retained ↑" in text
     assert "↓ worse" in text
 
