@@ -73,7 +73,7 @@ def _heading(group: Document) -> str:
 
 def _settings(document: Document) -> list[Part]:
     """Settings that differ: those that decide results as a table, the others in one line."""
-    deciding = [entry for entry in document["settings"] if entry["decides"]]
+    deciding = _whole_policies([entry for entry in document["settings"] if entry["decides"]])
     other = [entry for entry in document["settings"] if not entry["decides"]]
     found: list[Part] = []
     if deciding:
@@ -89,6 +89,23 @@ def _settings(document: Document) -> list[Part]:
         found.append(Line("Settings that decide results: all the same."))
     if other:
         found.append(Line(f"Differ too, but decide nothing: {', '.join(_environment(entry) for entry in other)}."))
+    return found
+
+
+def _whole_policies(settings: list[Document]) -> list[Document]:
+    """A policy that one side lacks takes one line, not one per parameter."""
+    absent = {
+        entry["name"].removesuffix(".class")
+        for entry in settings
+        if entry["name"].endswith("].class") and "absent" in (entry["a"], entry["b"])
+    }
+    found: list[Document] = []
+    for entry in settings:
+        policy = next((name for name in absent if entry["name"].startswith(f"{name}.")), None)
+        if policy is None:
+            found.append(entry)
+        elif entry["name"] == f"{policy}.class":
+            found.append({**entry, "name": policy})
     return found
 
 

@@ -69,6 +69,17 @@ def test_what_is_said_comes_in_the_order_of_the_questions():
     assert places == sorted(places)
 
 
+def test_a_policy_that_one_side_lacks_is_one_setting():
+    name = "replay.policies[knorm:scale=2]"
+    lacking = [(f"{name}.class", "absent", "KNorm"), (f"{name}.parameters.scale", "absent", 2)]
+    kept = [("replay.policies[snapkv].parameters.window", 64, 16)]
+    settings = [{"name": n, "a": a, "b": b, "decides": True} for n, a, b in lacking + kept]
+    page = markdown_diff(document(settings=settings))
+    assert f"| `{name}` | `absent` | `KNorm` |" in page
+    assert "parameters.scale" not in page
+    assert "| `replay.policies[snapkv].parameters.window` | `64` | `16` |" in page
+
+
 def test_equal_results_take_one_line():
     same = document([], settings=[], only_b=[], kind="identical")
     assert printed(same, 140).splitlines() == [
