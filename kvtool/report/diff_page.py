@@ -180,7 +180,7 @@ def _all_groups(groups: Sequence[Document]) -> list[Part]:
                 ("compared", "kind", *columns, "all worse"),
                 rows,
                 ("compared",),
-                gives_way=("kind", *_GIVES_WAY, "all worse"),
+                gives_way=("kind", "all worse", *_GIVES_WAY),
                 code=("compared",),
                 words=("kind", "verdict"),
                 bold=frozenset(bold),
