@@ -107,7 +107,6 @@ def _alone(
     # Distances by differences: |v - f|^2 from squares and products loses a token whose value is nearly f.
     distance = torch.cdist(values[lost], whole.mean, compute_mode="donot_use_mm_for_euclid_dist")
     errors = (weights / (1.0 - weights) * distance).square()
-    errors = torch.where(weights > 0, errors, 0.0)
     heavy = (weights > HALF).any(0).nonzero()[:, 0]  # [x] queries
     if heavy.numel():
         token = weights[:, heavy].argmax(0)  # [x] which of the lost

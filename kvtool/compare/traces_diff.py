@@ -200,7 +200,8 @@ def _agreement(diff: TracesDiff) -> list[str]:
     if not any(line["unequal"] for line in compared):
         return ["every row that both hold is equal to the bit"]
     top = max(compared, key=lambda line: line["largest"] / line["bound"] if line["bound"] else math.inf)
+    within = "the bound" if diff.fixed else "what rounding may cause"
     return [
-        f"every row that both hold agrees within {'the bound' if diff.fixed else 'what rounding may cause'}: nearest to "
-        f"it in layer {top['layer']}, where {NOUNS[top['array']]} {_off(top['largest'], top['bound'])}"
+        f"every row that both hold agrees within {within}: nearest to it in layer {top['layer']}, "
+        f"where {NOUNS[top['array']]} {_off(top['largest'], top['bound'])}"
     ]

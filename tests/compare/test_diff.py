@@ -389,3 +389,9 @@ def test_metrics_of_others_are_compared_as_the_manifest_describes_them() -> None
     ]
     assert "spread is version 1 in A and 2 in B" in other.warnings[0]
     assert "only A holds spread" in diff(a, tiny()).warnings[0]
+
+
+def test_a_group_with_equal_decisions_tells_of_no_sets_and_no_token() -> None:
+    a = tiny()
+    (group,) = diff(a, with_value(a, "rows", "output_error", 0, 3.0)).groups
+    assert (group["kept"], group["tokens"], group["first"]) == (None, None, None)

@@ -109,6 +109,18 @@ def test_the_first_is_by_sequence_layer_token_head(plain: Trace, tmp_path: Path)
     assert "3 of 4 layers part: 2-3,5" in diff.findings()
 
 
+def test_an_earlier_token_of_a_later_head_comes_first(plain: Trace, tmp_path: Path) -> None:
+    def plant(s: int, i: int, arrays: Arrays) -> None:
+        if (s, i) == (0, 3):
+            arrays["keys"][0, 8] += 9
+            arrays["values"][1, 5] += 9
+            arrays["queries"][2, 5] += 9  # KV head 1, the same token: computed together, named later
+
+    diff = diff_traces(plain, write(tmp_path / "b.zarr", plant=plant))
+    named = {"layer": 3, "token": 5, "kv_head": 1, "q_head": None, "array": "values"}
+    assert {name: diff.first[name] for name in named} == named
+
+
 def test_the_same_bytes_and_the_same_numbers(plain: Trace, tmp_path: Path) -> None:
     same = diff_traces(plain, plain)
     assert (same.identical, same.parted, same.layers) == (True, False, [])
