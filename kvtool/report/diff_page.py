@@ -16,12 +16,12 @@ from kvtool.report.diff_words import (
     number,
     ordering,
     spelled,
-    telling,
     times,
     verdict,
     worsening,
 )
 from kvtool.report.page import Grid, Heading, Line, Part
+from kvtool.words import printable
 
 Document = Mapping[str, Any]
 
@@ -73,7 +73,7 @@ def _heading(group: Document) -> str:
 
 def _settings(document: Document) -> list[Part]:
     """Settings that differ: those that decide results as a table, the others in one line."""
-    deciding = [entry for entry in document["settings"] if entry["decides"]]
+    deciding = _whole_policies([entry for entry in document["settings"] if entry["decides"]])
     other = [entry for entry in document["settings"] if not entry["decides"]]
     found: list[Part] = []
     if deciding:
@@ -92,13 +92,30 @@ def _settings(document: Document) -> list[Part]:
     return found
 
 
+def _whole_policies(settings: list[Document]) -> list[Document]:
+    """A policy that one side lacks takes one line, not one per parameter."""
+    absent = {
+        entry["name"].removesuffix(".class")
+        for entry in settings
+        if entry["name"].endswith("].class") and "absent" in (entry["a"], entry["b"])
+    }
+    found: list[Document] = []
+    for entry in settings:
+        policy = next((name for name in absent if entry["name"].startswith(f"{name}.")), None)
+        if policy is None:
+            found.append(entry)
+        elif entry["name"] == f"{policy}.class":
+            found.append({**entry, "name": policy})
+    return found
+
+
 def _setting(value: Any) -> str:
     """A setting as it would be typed; long digests keep their first letters."""
     if value is None:
         return "-"
     if isinstance(value, str):
         digest = len(value) == 64 and all(letter in "0123456789abcdef" for letter in value)
-        return f"{value[:12]}…" if digest else value
+        return f"{value[:12]}…" if digest else printable(value)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -130,6 +147,10 @@ def _numbers(entry: Document) -> dict[str, str]:
     }
 
 
+_COMPACT = {
+    "verdict": "A verdict with ? is unsure: 0 lies inside an interval.",
+    "all worse": "All worse: so many of all compared metrics are worse.",
+}
 _NUMBERS = ("A", "B", "B - A", "B : A", "95 % interval", "Student's t", "verdict")
 
 
@@ -146,24 +167,25 @@ def _all_groups(groups: Sequence[Document]) -> list[Part]:
             entry = ordering(group)
             row = {"compared": group_name(group), "kind": group["kind"]}
             row |= dict.fromkeys(_NUMBERS, "-") if entry is None else _numbers(entry)
-            if entry is not None and (further := telling(group)) is not None and further is not entry:
-                row["verdict"] += f"; {further['metric']} worse"
-            if any(e["verdict"] == "worse" for e in group["metrics"]):
+            row["verdict"] = row["verdict"].replace(", unsure", "?")
+            worse = sum(e["verdict"] == "worse" for e in group["metrics"])
+            if worse:
                 bold.add(index)
-            rows.append(row)
+            rows.append(row | {"all worse": f"{worse} of {len(group['metrics'])}"})
         first = ordering(members[0])
         title = "nothing was compared" if first is None else f"{metric}, {direction_words(first['direction'])}"
         columns = _with_intervals(rows)
         found.append(
             Grid(
-                ("compared", "kind", *columns),
+                ("compared", "kind", *columns, "all worse"),
                 rows,
                 ("compared",),
-                gives_way=("kind", *_GIVES_WAY),
+                gives_way=("kind", "all worse", *_GIVES_WAY),
                 code=("compared",),
                 words=("kind", "verdict"),
                 bold=frozenset(bold),
                 title=title,
+                explains=_COMPACT,
             )
         )
     return found

@@ -18,6 +18,7 @@ from kvtool.report.diff_words import (
     times,
 )
 from kvtool.report.page import Line
+from kvtool.words import printable
 
 Document = Mapping[str, Any]
 
@@ -55,7 +56,7 @@ def compared(document: Document) -> list[Line]:
 
 def _side(side: Document) -> str:
     chosen = side.get("selector")
-    return f"{side['path']}{f' ({chosen})' if chosen else ''}"
+    return printable(f"{side['path'] or 'a result'}{f' ({chosen})' if chosen else ''}")
 
 
 def _short(digest: str | None) -> str:

@@ -107,7 +107,7 @@ def group_name(group: Mapping[str, Any]) -> str:
         for key in ("sequence", "layer", "kv_head", "q_head")
         if group.get(key) is not None
     ]
-    return ", ".join(words)
+    return printable(", ".join(words))
 
 
 def _pair(a: Any, b: Any) -> str | None:

@@ -12,7 +12,7 @@ from rich.text import Text
 from kvtool.report.columns import fitting, left_out
 from kvtool.report.page import Grid, Heading, Line, Part
 
-_NAME = 24  # characters that a column of names gets on a narrow terminal before others give way
+_NAME = 20  # characters that a column of names gets on a narrow terminal before others give way
 _LEAST = 8  # and what it gets in the end
 _WORD = 10  # characters that a column of words gets before it is broken between them
 _STYLES = {"plain": "", "bold": "bold", "italic": "italic"}
@@ -49,15 +49,16 @@ def _table(grid: Grid, width: int | None) -> list[Any]:
     fit = fitting(free, measured, width, always=grid.stays, gives_way=grid.gives_way)
     columns = [name for name in grid.columns if name in fit or name in grid.stays]
     wide = _widths(grid, columns, width)
-    table = Table(title=grid.title, title_justify="left", caption=grid.caption_for(columns), caption_justify="left")
+    table = Table(title=grid.title, title_justify="left")
     for name in columns:
         left = name in grid.stays or name in grid.words
         table.add_column(Text(name), justify="left" if left else "right", overflow="fold", width=wide.get(name))
     for index, row in enumerate(grid.rows):
         cells = [_broken(row[name], wide.get(name)) if name in grid.stays else row[name] for name in columns]
         table.add_row(*(Text(cell) for cell in cells), style="bold" if index in grid.bold else None)
-    narrow = left_out(free, fit)
-    return [table] if narrow is None else [table, Text(narrow, style="italic")]
+    # Below the table, not in it: a caption is as narrow as its table.
+    below = (grid.caption_for(columns), left_out(free, fit))
+    return [table, *(Text(sentence, style="dim italic") for sentence in below if sentence is not None)]
 
 
 def _widths(grid: Grid, columns: Sequence[str], width: int | None) -> dict[str, int]:

@@ -69,6 +69,17 @@ def test_what_is_said_comes_in_the_order_of_the_questions():
     assert places == sorted(places)
 
 
+def test_a_policy_that_one_side_lacks_is_one_setting():
+    name = "replay.policies[knorm:scale=2]"
+    lacking = [(f"{name}.class", "absent", "KNorm"), (f"{name}.parameters.scale", "absent", 2)]
+    kept = [("replay.policies[snapkv].parameters.window", 64, 16)]
+    settings = [{"name": n, "a": a, "b": b, "decides": True} for n, a, b in lacking + kept]
+    page = markdown_diff(document(settings=settings))
+    assert f"| `{name}` | `absent` | `KNorm` |" in page
+    assert "parameters.scale" not in page
+    assert "| `replay.policies[snapkv].parameters.window` | `64` | `16` |" in page
+
+
 def test_equal_results_take_one_line():
     same = document([], settings=[], only_b=[], kind="identical")
     assert printed(same, 140).splitlines() == [
@@ -248,3 +259,25 @@ def test_names_say_what_differs_between_the_sides():
     one = {"policy": "snapkv", "ratio": 0.5, "ratio_b": 0.9, "schedule": "every:64", "evaluate": "pool", "layer": 7}
     assert group_name(one) == "snapkv, ratio 0.5 → ratio 0.9, every:64, pool, layer 7"
     assert group_name({"policy": "full", "ratio": None, "budget": None}) == "full, the whole cache"
+
+
+def test_names_cannot_command_the_terminal():
+    found = document([group("mine\x1b[2J.py:Mine")])
+    found["a"] = found["a"] | {"path": "old\x1b]0;x\x07"}
+    found["settings"] = [{"name": "replay.window", "a": "\x1b[31m", "b": 31, "decides": True}]
+    text = printed(found, 140)
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert r"mine\x1b[2J.py:Mine, ratio 0.75" in text
+
+
+def test_a_table_of_many_shows_both_sides_on_80_columns():
+    text = printed(document(many()), 80)
+    line = next(line for line in text.splitlines() if line.startswith("│ snapkv, ratio 0.5"))
+    assert [cell.strip() for cell in line.strip("│").split("│")] == [
+        "snapkv, ratio 0.5",
+        "0.08120",
+        "0.1023",
+        "+0.0123 … +0.0307",
+        "↑ worse",
+    ]
