@@ -1,5 +1,5 @@
 """Compare: two sides of the same measurement, and what parts them. Prints nothing, judges by stated tolerances."""
 
-from kvtool.compare.diff import Diff, diff
+from kvtool.compare.results import Diff, diff
 
 __all__ = ["Diff", "diff"]
