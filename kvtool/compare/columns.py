@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtool.compare.sides import Side
@@ -34,10 +34,16 @@ FURTHER_WINDOW = re.compile(r"predicted_kl_w\d+")
 
 @dataclass(frozen=True)
 class Compared:
-    """One column of one table; `metric` is whose version says whether two results mean the same by it."""
+    """One column of one table.
+
+    Attributes:
+        metric: whose version says whether two results mean the same by it.
+        decides: whether B counts as worse where this column is.
+    """
 
     metric: str
     column: Column
+    decides: bool = True
 
     @property
     def table(self) -> str:
@@ -72,8 +78,18 @@ def compared_columns(a: Side, b: Side, asked: Sequence[str]) -> tuple[list[Compa
     for word in asked:
         if word not in names:
             raise KvtoolError("usage", f"there is no metric {word!r} to compare", did_you_mean(word, names))
-    chosen = [one for one in found if not asked or one.column.name in asked or one.metric in asked]
-    return chosen, warnings
+    if asked:
+        return [one for one in found if one.column.name in asked or one.metric in asked], warnings
+    details = _details()
+    return [replace(one, decides=one.column.name not in details) for one in found], warnings
+
+
+def _details() -> set[str]:
+    """What tells why: quantiles, masses, gaps and turns of heads. Errors and predictions tell whether."""
+    heads = (
+        column.name for metric in built_in_metrics().values() for column in metric.columns if column.level == "head"
+    )
+    return {name for name in heads if name not in HEAD_ERROR}
 
 
 def _versions(side: Side) -> dict[str, Any]:

@@ -56,11 +56,12 @@ def _layers(layers: Sequence[int]) -> str:
 
 
 def metric_sentences(groups: Sequence[Mapping[str, Any]], verdict: str) -> list[str]:
-    """One per group that has metrics of this verdict: the most telling of them with its numbers, the largest relative
-    change first."""
-    found: list[tuple[float, str]] = []
+    """One per group that has metrics of this verdict: the most telling of them with its numbers, those that decide
+    first, the largest relative change before smaller ones."""
+    found: list[tuple[bool, float, str]] = []
     for group in groups:
-        mine = sorted((e for e in group["metrics"] if e["verdict"] == verdict), key=lambda e: _rank(e["metric"]))
+        mine = [entry for entry in group["metrics"] if entry["verdict"] == verdict]
+        mine.sort(key=lambda entry: (not entry["decides"], _rank(entry["metric"])))
         if not mine:
             continue
         first, size = mine[0], math.inf
@@ -74,8 +75,9 @@ def metric_sentences(groups: Sequence[Mapping[str, Any]], verdict: str) -> list[
         if others:
             more = f"; also {', '.join(others[:4])}" + (f" and {len(others) - 4} more" if len(others) > 4 else "")
         numbers = f"{first['metric']} {first['a']:.4g} to {first['b']:.4g}{change}{spread}"
-        found.append((size, f"{verdict}: {name_of(group)} {numbers}{more}"))
-    return [sentence for _, sentence in sorted(found, key=lambda one: -one[0])]
+        word = verdict if first["decides"] else f"{verdict} in detail only"
+        found.append((not first["decides"], -size, f"{word}: {name_of(group)} {numbers}{more}"))
+    return [sentence for *_, sentence in sorted(found, key=lambda one: one[:2])]
 
 
 def _rank(metric: str) -> int:

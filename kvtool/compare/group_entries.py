@@ -97,7 +97,8 @@ def _metrics(
         for values in found.values[table]:
             column = values.compared.column
             mine = means(values, ids, pairs.sequence, len(known), found.sequences)
-            said = {"metric": column.name, "level": column.level, "unit": column.unit, "direction": column.direction}
+            said: dict[str, Any] = {"metric": column.name, "level": column.level, "unit": column.unit}
+            said |= {"direction": column.direction, "decides": values.compared.decides and column.direction != "none"}
             for group, entry in enumerate(compare(mine, column.name, column.direction, tolerance)):
                 if not mine.paired[group] or (entry["a"] is None and entry["verdict"] == "same"):
                     continue  # null in both: nothing was measured

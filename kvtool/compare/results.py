@@ -96,7 +96,8 @@ def diff(
         a, b: folder of a result, `FOLDER::policy@0.75`, a Result, or (Result, selector).
         trace: what was replayed, for the text of tokens and what losing them costs; by default where A says it lies.
         by: places that groups are told apart by besides the cell: `event`, `sequence`, `layer`, `kv_head`, `q_head`.
-        metrics: columns or metrics to compare; none is all.
+        metrics: columns or metrics to compare, each of which decides whether B is worse. None compares all; those of
+            cells, output errors and layer errors decide, further columns of heads explain.
         relative, absolute: how far a number may move: a number, `METRIC=number` words or a mapping.
         tokens: most tokens to name per sequence and group, 0 for none.
         progress: told (groups done, all, what is being done).
@@ -123,7 +124,9 @@ def diff(
         warnings.append("the results do not say how close their cuts were, so a change in ties counts as behaviour")
     only_a, only_b = _only(found, "only_a"), _only(found, "only_b")
     holes = _holes(found, side_a, side_b) or any(group["lost"] for group in groups)
-    worse = holes or any(entry["verdict"] == "worse" for group in groups for entry in group["metrics"])
+    worse = holes or any(
+        entry["verdict"] == "worse" and entry["decides"] for group in groups for entry in group["metrics"]
+    )
     settings = differing_settings(side_a, side_b)
     warnings += _trace_warnings(side_a, side_b, sequences)
     contents = {

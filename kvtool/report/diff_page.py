@@ -18,6 +18,7 @@ from kvtool.report.diff_words import (
     spelled,
     times,
     verdict,
+    worse_metrics,
     worsening,
 )
 from kvtool.report.page import Grid, Heading, Line, Part
@@ -149,7 +150,7 @@ def _numbers(entry: Document) -> dict[str, str]:
 
 _COMPACT = {
     "verdict": "A verdict with ? is unsure: 0 lies inside an interval.",
-    "all worse": "All worse: so many of all compared metrics are worse.",
+    "worse in": "Worse in: how many of the metrics that decide.",
 }
 _NUMBERS = ("A", "B", "B - A", "B : A", "95 % interval", "Student's t", "verdict")
 
@@ -168,19 +169,19 @@ def _all_groups(groups: Sequence[Document]) -> list[Part]:
             row = {"compared": group_name(group), "kind": group["kind"]}
             row |= dict.fromkeys(_NUMBERS, "-") if entry is None else _numbers(entry)
             row["verdict"] = row["verdict"].replace(", unsure", "?")
-            worse = sum(e["verdict"] == "worse" for e in group["metrics"])
+            worse = len(worse_metrics(group))
             if worse:
                 bold.add(index)
-            rows.append(row | {"all worse": f"{worse} of {len(group['metrics'])}"})
+            rows.append(row | {"worse in": f"{worse} of {sum(e['decides'] for e in group['metrics'])}"})
         first = ordering(members[0])
         title = "nothing was compared" if first is None else f"{metric}, {direction_words(first['direction'])}"
         columns = _with_intervals(rows)
         found.append(
             Grid(
-                ("compared", "kind", *columns, "all worse"),
+                ("compared", "kind", *columns, "worse in"),
                 rows,
                 ("compared",),
-                gives_way=("kind", "all worse", *_GIVES_WAY),
+                gives_way=("kind", "worse in", *_GIVES_WAY),
                 code=("compared",),
                 words=("kind", "verdict"),
                 bold=frozenset(bold),
@@ -197,6 +198,11 @@ def _with_intervals(rows: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
     return tuple(name for name in _NUMBERS if name not in empty)
 
 
+def _loudness(entry: Document) -> tuple[bool, int]:
+    """Sorts metrics: what decides first, what is worse first."""
+    return not entry["decides"], _LOUDEST.index(entry["verdict"])
+
+
 def _metrics(group: Document) -> list[Part]:
     """The metrics of one group: those that order policies always, others where they left the tolerance."""
     named = {entry["metric"]: entry for entry in group["metrics"]}
@@ -204,16 +210,20 @@ def _metrics(group: Document) -> list[Part]:
     told = {*_FIRST, *(name for name in _SAME_AS if _SAME_AS[name] in named)}
     others = [entry for entry in group["metrics"] if entry["metric"] not in told]
     quiet = [entry for entry in others if entry["verdict"] in _QUIET]
-    further = sorted((e for e in others if e["verdict"] not in _QUIET), key=lambda e: _LOUDEST.index(e["verdict"]))
+    further = sorted((e for e in others if e["verdict"] not in _QUIET), key=_loudness)
     shown += further[:MOST_METRICS]
     quiet += further[MOST_METRICS:]
     rows = [{"metric": directed(entry)} | _numbers(entry) for entry in shown]
     if not rows:
         return [Line("Every metric is the same or within the tolerance.")]
-    worse = frozenset(index for index, entry in enumerate(shown) if entry["verdict"] == "worse")
+    worse = frozenset(i for i, entry in enumerate(shown) if entry["verdict"] == "worse" and entry["decides"])
     caption = "↓ lower is better, ↑ higher is better."
     if any(entry["level"] != "cell" for entry in shown):
         caption += " Metrics of heads and layers are means over them."
+    details = [entry["metric"] for entry in shown if not entry["decides"]]
+    if details:
+        caption += f" {details[0]}{' and what follows explain' if len(details) > 1 else ' explains'}, and decide"
+        caption += f"{'' if len(details) > 1 else 's'} nothing."
     if quiet:
         caption += f" Not shown: {_counted(quiet)}."
     return [

@@ -16,6 +16,7 @@ from kvtool.report.diff_words import (
     spelled,
     telling,
     times,
+    worse_metrics,
 )
 from kvtool.report.page import Line
 from kvtool.words import printable
@@ -91,7 +92,9 @@ def _kind(document: Document, groups: Sequence[Document]) -> str:
 
 
 def _verdict(document: Document, groups: Sequence[Document]) -> str:
-    worse = _with(groups, "worse")
+    worse = [group for group in groups if worse_metrics(group)]
+    details = dict.fromkeys(entry["metric"] for group in groups for entry in worse_metrics(group, decides=False))
+    but = f" Details that are worse, and decide nothing: {', '.join(details)}." if details and not worse else ""
     if document["worse"] and not worse:
         lacking = next((group for group in groups if group.get("lost")), None)
         if lacking is not None:
@@ -101,34 +104,38 @@ def _verdict(document: Document, groups: Sequence[Document]) -> str:
         return _worse(document, worse, len(groups))
     if better := _with(groups, "better"):
         best = max(better, key=_gain)
-        return f"B is better{_chance(telling(best))}: {_told(document, best, telling(best), len(groups) > 1)}."
+        return f"B is better{_chance(telling(best))}: {_told(document, best, telling(best), len(groups) > 1)}.{but}"
     if _with(groups, "moved"):
-        return "B is neither better nor worse: only metrics without a better direction moved beyond the tolerance."
+        return (
+            f"B is neither better nor worse: only metrics without a better direction moved beyond the tolerance.{but}"
+        )
+    if but:
+        return f"B is neither better nor worse: what decides stays within the tolerance ({_tolerance(document)}).{but}"
     if groups:
         return f"B is neither better nor worse: every metric stays within the tolerance ({_tolerance(document)})."
     return "No number and no kept token differs."
 
 
 def _with(groups: Sequence[Document], verdict: str) -> list[Document]:
-    """The groups in which some metric has that verdict."""
-    return [group for group in groups if any(entry["verdict"] == verdict for entry in group["metrics"])]
+    """The groups in which some metric has that verdict, and says so to decide; `moved` is of those that never do."""
+    return [
+        group
+        for group in groups
+        if any(e["verdict"] == verdict and (e["decides"] or verdict == "moved") for e in group["metrics"])
+    ]
 
 
 def _worse(document: Document, worse: Sequence[Document], groups: int) -> str:
     """How B is worse; where the metric that orders policies says otherwise, that comes first."""
     group, named = worse[0], groups > 1
     first, told = ordering(group), telling(group)
-    more = f" {len(worse)} of {groups} comparisons are worse in some metric." if named else ""
+    more = f" {len(worse)} of {groups} comparisons are worse." if named else ""
     said = _told(document, group, told, named)
     if first is None or first is told:
         return f"B is worse{_chance(told)}: {said}.{more}"
     size = f"{first['metric']} {number(first['a'])} → {number(first['b'])}, {times(first['ratio'])}"
     word = {"better": "is better", "within": "is within the tolerance", "same": "is the same"}.get(first["verdict"])
-    others = sum(entry["verdict"] == "worse" for entry in group["metrics"])
-    return (
-        f"B is worse in {count(others, 'metric')} of detail{_chance(told)}: {said}; "
-        f"{size}, {word or first['verdict']}.{more}"
-    )
+    return f"B is worse{_chance(told)}: {said}; but {size}, {word or first['verdict']}.{more}"
 
 
 def _chance(entry: Document | None) -> str:

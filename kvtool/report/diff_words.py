@@ -120,9 +120,14 @@ def ordering(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((by_name[name] for name in ORDERING if name in by_name), next(iter(by_name.values()), None))
 
 
+def worse_metrics(group: Mapping[str, Any], decides: bool = True) -> list[Mapping[str, Any]]:
+    """The metrics that make B worse; without `decides` those that are worse and only explain."""
+    return [entry for entry in group["metrics"] if entry["verdict"] == "worse" and entry["decides"] == decides]
+
+
 def telling(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The metric that says what happened: the ordering one, unless only another one is worse."""
-    worse: list[Mapping[str, Any]] = [entry for entry in group["metrics"] if entry["verdict"] == "worse"]
+    worse = worse_metrics(group)
     first = ordering(group)
     if not worse or (first is not None and first["verdict"] == "worse"):
         return first
@@ -135,7 +140,7 @@ def worsening(group: Mapping[str, Any]) -> tuple[float, ...]:
     entry = telling(group)
     first = ordering(group)
     leads = first is not None and first["verdict"] == "worse"
-    severity = 0 if leads else 1 if any(e["verdict"] == "worse" for e in group["metrics"]) else 2
+    severity = 0 if leads else 1 if worse_metrics(group) else 2
     control = group.get("policy") in CONTROLS
     behaves = {"behaviour": 0, "unknown": 1, "numerics": 2}.get(group["kind"], 3)
     if entry is None or entry["difference"] is None:

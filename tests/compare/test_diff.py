@@ -364,6 +364,26 @@ def test_entries_are_paired_by_key_whatever_their_order(seed: int) -> None:
     assert [tuple(group[name] for name in key) for group in found.groups] == [tuple(entry[name] for name in key)]
 
 
+@pytest.mark.parametrize("column", ["output_error_p99", "evicted_mass", "direction_gap"])
+def test_details_explain_and_decide_only_where_they_are_asked_for(column: str) -> None:
+    a = tiny()
+    (row, *_) = where(a, "rows", policy="h2o")
+    b = with_value(a, "rows", column, row, 50.0)
+    found, asked = diff(a, b, tokens=0), diff(a, b, tokens=0, metrics=column)
+    (detail,) = (one for one in found.groups[0]["metrics"] if one["metric"] == column)
+    assert (detail["verdict"], detail["decides"], found.worse) == ("worse", False, False)
+    assert any(sentence.startswith("worse in detail only: h2o") and column in sentence for sentence in found.findings)
+    assert asked.worse
+    assert asked.findings[-1].startswith("worse: h2o")
+
+
+@pytest.mark.parametrize(("table", "column"), [("rows", "output_error"), ("layers", "layer_error")])
+def test_errors_of_heads_and_layers_decide(table: str, column: str) -> None:
+    a = tiny()
+    (row, *_) = where(a, table, policy="h2o")
+    assert diff(a, with_value(a, table, column, row, 50.0), tokens=0).worse
+
+
 def with_metric(result: Result, version: int = 1, window: int = 3) -> Result:
     """A copy with a metric of somebody else's, whose column is the output error under another name."""
     rows = result.tables["rows"].append_column("spread", result.tables["rows"].column("output_error"))

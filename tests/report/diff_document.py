@@ -23,6 +23,7 @@ def metric(name: str, a: float | None, b: float | None, verdict: str, **other: A
         "sure": None,
         "verdict": verdict,
         "undefined": 0,
+        "decides": True,
     }
     return found | other
 

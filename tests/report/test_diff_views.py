@@ -111,7 +111,7 @@ def test_many_comparisons_get_one_line_each_and_only_the_worst_are_told_whole():
     assert text.count("│ ↑ worse") >= 6
     assert text.count("layers by layer_error") == 3
     assert "the 3 that matter most of 7; --json has all." in text
-    assert "6 of 7 comparisons are worse in some metric." in text
+    assert "6 of 7 comparisons are worse." in text
     assert text.index("snapkv, ratio 0.5") < text.index("knorm, ratio 0.5")
 
 
@@ -127,7 +127,7 @@ def test_a_higher_better_metric_that_falls_is_worse_and_leads():
     one = group(metrics=[metric("mean_layer_error", 0.1, 0.1, "same"), falls])
     text = flat(printed(document([one]), 140))
     assert (
-        "B is worse in 1 metric of detail: mass_retained 0.9000 → 0.8000, 0.89x over 4 sequences; "
+        "B is worse: mass_retained 0.9000 → 0.8000, 0.89x over 4 sequences; but "
         "mean_layer_error 0.1000 → 0.1000, 1.00x, is the same."
     ) in text
     assert "mass_retained ↑" in text
@@ -281,3 +281,15 @@ def test_a_table_of_many_shows_both_sides_on_80_columns():
         "+0.0123 … +0.0307",
         "↑ worse",
     ]
+
+
+def test_details_that_are_worse_are_named_and_decide_nothing():
+    gain = metric("mean_layer_error", 0.1, 0.08, "better")
+    detail = metric("output_error_p99", 0.2, 0.3, "worse", level="head", decides=False)
+    one = document([group(metrics=[detail, gain])]) | {"worse": False}
+    text = flat(printed(one, 140))
+    assert "B is better: mean_layer_error" in text
+    assert "Details that are worse, and decide nothing: output_error_p99." in text
+    assert "output_error_p99 explains, and decides nothing." in text
+    within = document([group(metrics=[detail, metric("mean_layer_error", 0.1, 0.1, "same")])]) | {"worse": False}
+    assert "what decides stays within the tolerance" in flat(printed(within, 140))
