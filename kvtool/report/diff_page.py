@@ -29,6 +29,7 @@ MOST_DETAILED = 3  # groups that are told whole
 FEW = 3  # groups that need no table of groups
 MOST_METRICS = 6  # beside those that order policies
 MOST_SETTINGS = 20
+MOST_OF_ONE_NAME = 5  # settings that decide nothing
 _FIRST = ("predicted_kl", "predicted_kl_w32", "mean_layer_error", "mean_output_error")
 _SAME_AS = {"layer_error": "mean_layer_error", "output_error": "mean_output_error"}  # once means are taken
 _QUIET = ("same", "within", "undefined")
@@ -88,7 +89,7 @@ def _settings(document: Document) -> list[Part]:
     else:
         found.append(Line("Settings that decide results: all the same."))
     if other:
-        found.append(Line(f"Differ too, but decide nothing: {', '.join(_environment(entry) for entry in other)}."))
+        found.append(Line(f"Differ too, but decide nothing: {', '.join(_environments(other))}."))
     return found
 
 
@@ -121,8 +122,20 @@ def _setting(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(_setting(entry) for entry in value) or "none"
     if isinstance(value, dict):
-        return ", ".join(f"{key}={_setting(entry)}" for key, entry in value.items()) or "none"
+        return ", ".join(f"{key}={_setting(entry)}" for key, entry in value.items() if entry is not None) or "none"
     return repr(value)
+
+
+def _environments(settings: Sequence[Document]) -> list[str]:
+    """Settings that decide nothing; where many stand under one name, only that and their number."""
+    by_root: dict[str, list[Document]] = defaultdict(list)
+    for entry in settings:
+        by_root[entry["name"].partition(".")[0]].append(entry)
+    said: list[str] = []
+    for root, mine in by_root.items():
+        many = len(mine) > MOST_OF_ONE_NAME
+        said += [f"{root} ({len(mine)} settings)"] if many else [_environment(entry) for entry in mine]
+    return said
 
 
 def _environment(entry: Document) -> str:
