@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtool.report import diff_heads, diff_verdict
+from kvtool.report import diff_heads, diff_settings, diff_verdict
 from kvtool.report.diff_words import (
     count,
     directed,
@@ -22,14 +22,12 @@ from kvtool.report.diff_words import (
     worsening,
 )
 from kvtool.report.page import Grid, Heading, Line, Part
-from kvtool.words import printable
 
 Document = Mapping[str, Any]
 
 MOST_DETAILED = 3  # groups that are told whole
 FEW = 3  # groups that need no table of groups
 MOST_METRICS = 6  # beside those that order policies
-MOST_SETTINGS = 20
 _FIRST = ("predicted_kl", "predicted_kl_w32", "mean_layer_error", "mean_output_error")
 _SAME_AS = {"layer_error": "mean_layer_error", "output_error": "mean_output_error"}  # once means are taken
 _QUIET = ("same", "within", "undefined")
@@ -42,7 +40,7 @@ def diff_page(document: Document) -> list[Part]:
     if diff_verdict.nothing_differs(document):
         return [Line(diff_verdict.no_difference(document), "bold")]
     groups = sorted(document["groups"], key=worsening)
-    parts: list[Part] = [*diff_verdict.compared(document), *_settings(document)]
+    parts: list[Part] = [*diff_verdict.compared(document), *diff_settings.settings(document)]
     parts += [Line(sentence, "bold") for sentence in diff_verdict.headline(document, groups)]
     parts += [Line(sentence) for sentence in diff_verdict.uncompared(document)]
     if len(groups) > FEW:
@@ -70,66 +68,6 @@ def diff_page(document: Document) -> list[Part]:
 
 def _heading(group: Document) -> str:
     return f"{group_name(group)}: {group['kind']}"
-
-
-def _settings(document: Document) -> list[Part]:
-    """Settings that differ: those that decide results as a table, the others in one line."""
-    deciding = _whole_policies([entry for entry in document["settings"] if entry["decides"]])
-    other = [entry for entry in document["settings"] if not entry["decides"]]
-    found: list[Part] = []
-    if deciding:
-        rows = [
-            {"setting": entry["name"], "A": _setting(entry["a"]), "B": _setting(entry["b"])}
-            for entry in deciding[:MOST_SETTINGS]
-        ]
-        more = len(deciding) - len(rows)
-        caption = f"and {more} more, which --json lists" if more else None
-        names = ("setting", "A", "B")
-        found.append(Grid(names, rows, names, code=names, title="settings that differ", caption=caption))
-    else:
-        found.append(Line("Settings that decide results: all the same."))
-    if other:
-        found.append(Line(f"Differ too, but decide nothing: {', '.join(_environment(entry) for entry in other)}."))
-    return found
-
-
-def _whole_policies(settings: list[Document]) -> list[Document]:
-    """A policy that one side lacks takes one line, not one per parameter."""
-    absent = {
-        entry["name"].removesuffix(".class")
-        for entry in settings
-        if entry["name"].endswith("].class") and "absent" in (entry["a"], entry["b"])
-    }
-    found: list[Document] = []
-    for entry in settings:
-        policy = next((name for name in absent if entry["name"].startswith(f"{name}.")), None)
-        if policy is None:
-            found.append(entry)
-        elif entry["name"] == f"{policy}.class":
-            found.append({**entry, "name": policy})
-    return found
-
-
-def _setting(value: Any) -> str:
-    """A setting as it would be typed; long digests keep their first letters."""
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        digest = len(value) == 64 and all(letter in "0123456789abcdef" for letter in value)
-        return f"{value[:12]}…" if digest else printable(value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return ", ".join(_setting(entry) for entry in value) or "none"
-    if isinstance(value, dict):
-        return ", ".join(f"{key}={_setting(entry)}" for key, entry in value.items()) or "none"
-    return repr(value)
-
-
-def _environment(entry: Document) -> str:
-    """A setting that decides nothing: with its values where they are short."""
-    values = f" {_setting(entry['a'])} → {_setting(entry['b'])}"
-    return f"{entry['name']}{values if len(values) <= 28 else ''}"
 
 
 def _numbers(entry: Document) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,8 @@ def headline(document: Document, groups: Sequence[Document]) -> list[str]:
 def _kind(document: Document, groups: Sequence[Document]) -> str:
     kind = document["kind"]
     text = _KINDS[kind]
+    if kind == "identical" and (document["only_a"] or document["only_b"]):
+        return "Identical in what both sides hold: same tokens, same numbers."
     if kind == "behaviour":
         kept = [group["kept"] for group in groups if group.get("kept")]
         moved, heads = sum(k["heads_moved"] for k in kept), sum(k["heads"] for k in kept)
@@ -80,7 +83,8 @@ def _kind(document: Document, groups: Sequence[Document]) -> str:
         layers = sorted({layer for group in groups for layer in layers_that(group, "behaviour")})
         if layers:
             text += f", layer{'s' * (len(layers) != 1)} {spelled(layers)}"
-        first = next((group["first"] for group in groups if group.get("first") and group["kind"] == kind), None)
+        named = [group["first"] for group in groups if group.get("first") and group["kind"] == kind]
+        first = min(named, key=_place, default=None)
         text += f"; first: {first}" if first else ""
     ties = document.get("ties")
     if ties and kind == "numerics":
@@ -89,6 +93,11 @@ def _kind(document: Document, groups: Sequence[Document]) -> str:
     if ties:
         text += f"; {ties} of these only where rounding decides"
     return f"{text}."
+
+
+def _place(first: str) -> list[int]:
+    """Sequence, layer and head of `sequence 0 layer 7 head 2 loses token …`."""
+    return [int(number_) for number_ in re.findall(r"\d+", first)[:3]]
 
 
 def _verdict(document: Document, groups: Sequence[Document]) -> str:

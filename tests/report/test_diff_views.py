@@ -80,6 +80,19 @@ def test_a_policy_that_one_side_lacks_is_one_setting():
     assert "| `replay.policies[snapkv].parameters.window` | `64` | `16` |" in page
 
 
+def test_many_settings_that_decide_nothing_are_counted():
+    versions = [{"name": f"environment.v{i}", "a": i, "b": i + 1, "decides": False} for i in range(9)]
+    other = [{"name": "trace.path", "a": "x", "b": "y", "decides": False}]
+    text = flat(printed(document(settings=versions + other), 140))
+    assert "Differ too, but decide nothing: environment (9 settings), trace.path x → y." in text
+
+
+def test_the_first_token_is_first_by_sequence_layer_and_head():
+    places = ("sequence 1 layer 0 head 0", "sequence 0 layer 15 head 1", "sequence 0 layer 7 head 2")
+    groups = [group(ratio=0.5 + 0.1 * i, first=f"{place} loses token 9 'a'") for i, place in enumerate(places)]
+    assert "; first: sequence 0 layer 7 head 2 loses token 9 'a'" in flat(printed(document(groups), 140))
+
+
 def test_equal_results_take_one_line():
     same = document([], settings=[], only_b=[], kind="identical")
     assert printed(same, 140).splitlines() == [
@@ -148,6 +161,7 @@ def test_rows_that_are_missing_are_no_pass():
     found = document([], only_a=missing, only_b=[], worse=True, kind="identical")
     text = flat(printed(found, 140))
     assert "Not passed: 45 rows of A missing in B." in text
+    assert "Identical in what both sides hold: same tokens, same numbers." in text
     assert "Only in A: knorm, ratio 0.5 (sequence 0: rows 45). (a comparison with holes is no pass)" in text
     assert markdown_diff(found).startswith("### kvtool diff: rows are missing in B\n")
 
