@@ -104,8 +104,15 @@ def _described(side: Side) -> dict[str, Any]:
 
 
 def _fields(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a policy or metric: whether it is there at all, its code and everything that its numbers depend on."""
-    return {"class": entry.get("class"), **{key: entry[key] for key in entry if key not in ("label", "class")}}
+    """Of a policy or metric: whether it is there at all, its code and everything that its numbers depend on.
+
+    The package is told in one word, and not where it is kvtool itself: its version stands in the environment.
+    """
+    said = {"class": entry.get("class"), **{key: entry[key] for key in entry if key not in ("label", "class")}}
+    package = said.get("package")
+    if isinstance(package, Mapping):
+        said["package"] = None if package["name"] == "kvtool" else f"{package['name']} {package['version']}"
+    return said
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

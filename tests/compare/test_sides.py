@@ -148,7 +148,8 @@ def test_settings_are_told_field_by_field_what_decides_first() -> None:
     policies = b.manifest["replay"]["policies"]
     policies[0]["parameters"]["kernel"] = 7
     policies[1]["source"] = "f" * 64
-    policies[1]["package"] = "mine 1.0"
+    policies[1]["package"] = {"name": "mine", "version": "1.0"}
+    policies[2]["package"]["version"] = "another"  # of kvtool: environment.versions says it once
     b.manifest["replay"]["precision"] = "float32"
     b.manifest["replay"]["sinks"] = 2
     b.manifest["environment"]["versions"]["torch"] = "0.1"
@@ -166,7 +167,7 @@ def test_settings_are_told_field_by_field_what_decides_first() -> None:
         ("environment.versions.torch", False),
     ]
     assert (found[1]["a"], found[1]["b"]) == (5, 7)
-    assert (found[3]["a"], found[3]["b"]) == ("absent", "mine 1.0")
+    assert (found[3]["a"], found[3]["b"]) == (None, "mine 1.0")
 
 
 def test_a_policy_of_one_side_only_is_a_setting_and_its_rows_are_listed() -> None:
