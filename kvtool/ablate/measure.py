@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvtool.ablate.effects import Values
-from kvtool.manifest import digest, versions
+from kvtool.manifest import digest
 from kvtool.metrics import PredictedKL
 from kvtool.policies import Protection
 from kvtool.replay.coverage import Coverages
@@ -146,8 +146,8 @@ def _part(trace: Trace, sequence: Sequence, layer_id: int, step: int, plan: Plan
     """The unit's outcome, taken from the store where it was finished before."""
     if store is None:
         return run_unit(sequence, layer_id, plan, step)
-    common = {"trace": trace.digest, "plan": plan.describe(), "metrics": plan.versions, **versions("torch")}
-    name, key = f"{sequence.index:04d}-{layer_id:03d}", digest({**common, "unit": [sequence.index, layer_id]})
+    unit = {**plan.identity(trace), "unit": [sequence.index, layer_id]}
+    name, key = f"{sequence.index:04d}-{layer_id:03d}", digest(unit)
     part = store.load(name, key)
     if part is None:
         part = run_unit(sequence, layer_id, plan, step)

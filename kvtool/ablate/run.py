@@ -95,7 +95,7 @@ def ablate(
             notes(study.cost())
         if store is None:
             return study.result(measure(opened, study.groups, study.label, study.work, None, progress), metric)
-        store.open()
+        store.open([group.plan.identity(opened) for group in study.groups])
         finished = False
         try:
             found = measure(opened, study.groups, study.label, study.work, store, progress)

@@ -129,7 +129,7 @@ def live(
 
     options = Options(calibrate, layer_errors, generate, answer, other_weights, model_dtype, online, chunk, decide)
     if store is not None:
-        store.open()
+        store.open(plan.identity(opened))
     finished = False
     try:
         with quiet():

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvtool.errors import KvtoolError
 from kvtool.files import Lock, write_durably, writing
+from kvtool.manifest import digest
 from kvtool.result import FILES, WRITING, read_parquet, table_of, write_parquet
 
 TABLES = ("layers", "rows", "ages", "evict_steps")  # of every part
@@ -24,6 +25,7 @@ TABLES = ("layers", "rows", "ages", "evict_steps")  # of every part
 OPTIONAL = ("decomposition", "ladder", "landmarks", "events", "cache", "telemetry")
 Partial = dict[str, dict[str, Tensor]]  # [metric][field]
 WHOLE = "whole"
+RUN = "run"  # file beside the parts: the digest of what they belong to
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Store:
 
     def __init__(self, output: Path, force: bool, resumes: bool = True) -> None:
         self.output, self.folder = output, output / "parts"
+        self._force, self._run = force, ""
         self._lock: Lock | None = None
         if output.exists() and not output.is_dir():
             raise KvtoolError("output-exists", f"{output} is a file, not a folder", "choose another -o")
@@ -80,12 +83,40 @@ class Store:
                 "choose another -o, finish that run, or add --force to drop it",
             )
 
-    def open(self) -> None:
-        """Take the place for this run. Separate from the checks, so that bad input leaves nothing behind."""
+    def open(self, run: Any) -> None:
+        """Take the place for this run. Separate from the checks, so that bad input leaves nothing behind.
+
+        Args:
+            run: all that decides what the parts hold, as JSON values; parts of another run are not dropped unasked.
+
+        Raises:
+            KvtoolError: `file-missing`, `locked`, `write-failed`, or `output-exists` for parts of another run.
+        """
         if not self.output.parent.is_dir():
             raise KvtoolError("file-missing", f"the folder {self.output.parent} does not exist", "create it first")
+        self._run = digest(run)
         with writing(self.output):
             self._lock = Lock(self.output)
+        if not self._holds_others():
+            return
+        if self._force:
+            shutil.rmtree(self.folder)
+            return
+        self.close(finished=False)
+        raise KvtoolError(
+            "output-exists",
+            f"{self.output} holds the unfinished work of a run with other options, another trace or other versions",
+            "choose another -o, finish that run, or add --force to drop it",
+        )
+
+    def _holds_others(self) -> bool:
+        """Whether there are finished parts that do not belong to this run."""
+        if not self.folder.is_dir() or not any(entry.is_dir() for entry in self.folder.iterdir()):
+            return False
+        try:
+            return (self.folder / RUN).read_text() != self._run
+        except OSError:
+            return True
 
     def _path(self, name: str, key: str) -> Path:
         return self.folder / f"{name}-{key[:24]}"
@@ -130,6 +161,8 @@ class Store:
         try:
             with writing(path):
                 temporary.mkdir(parents=True, exist_ok=True)
+                if not (self.folder / RUN).exists():
+                    write_durably(self.folder / RUN, self._run.encode())
                 digests = {}
                 for table, entries in part.tables.items():
                     file = f"{table}.parquet"

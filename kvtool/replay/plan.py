@@ -15,7 +15,7 @@ from kvtool.budget import MOST_TOKENS, Budget
 from kvtool.decomposition.settings import Decompose
 from kvtool.errors import KvtoolError
 from kvtool.layer import Layer
-from kvtool.manifest import parameters, source_digest
+from kvtool.manifest import parameters, source_digest, versions
 from kvtool.metrics import Asked, Metric, PredictedKL, asked_metrics, built_in_metrics, trial
 from kvtool.metrics.predicted_kl import WINDOW
 from kvtool.policies import ALL, Policy, Protection, policy_from_text
@@ -25,6 +25,7 @@ from kvtool.replay.calibration import Calibration
 from kvtool.replay.decide import Rules
 from kvtool.replay.misfits import refuse_misfits
 from kvtool.schedule import PromptEnd, Schedule, parse_schedule
+from kvtool.trace import Trace
 
 Evaluate = Literal["live", "pool"]
 CONTROLS = ("full", "random")
@@ -141,6 +142,10 @@ class Plan:
     def _calibration_digest(self, policy: Policy) -> str | None:
         name = policy.calibration_trace
         return None if name is None else self.calibrations[name].trace.digest
+
+    def identity(self, trace: Trace) -> dict[str, Any]:
+        """All that decides what a finished part of this plan on `trace` holds, its sequence and layer apart."""
+        return {"trace": trace.digest, "plan": self.describe(), "metrics": self.versions, **versions("torch")}
 
     def describe(self) -> dict[str, Any]:
         """Everything that decides the numbers, defaults included, for manifest and keys."""

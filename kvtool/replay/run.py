@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvtool.decomposition.settings import asked_for
 from kvtool.errors import KvtoolError
-from kvtool.manifest import digest, versions
+from kvtool.manifest import digest
 from kvtool.metrics import in_sequence
 from kvtool.replay.attribution import attribute
 from kvtool.replay.coverage import Coverages
@@ -126,7 +126,7 @@ def replay(
             note(stated_cost(plan, work))
     if store is None:
         return _measure(opened, plan, work, None, progress, warnings, covered)
-    store.open()
+    store.open(plan.identity(opened))
     try:
         result = _measure(opened, plan, work, store, progress, warnings, covered)
         result.save(store.output)
@@ -180,7 +180,7 @@ def _measure(
 
 def _run(trace: Trace, plan: Plan, work: Work, store: Store | None, progress: Progress | None) -> list[Part]:
     """The part of every unit, taken from the store where it was finished before."""
-    common = {"trace": trace.digest, "plan": plan.describe(), "metrics": plan.versions, **versions("torch")}
+    common = plan.identity(trace)
     parts = []
     for done, (sequence, layer_id, step) in enumerate(work):
         where = f"sequence {sequence.index} layer {layer_id}"

@@ -46,7 +46,7 @@ def test_a_stopped_decomposition_resumes_to_the_same_numbers(
     out = tmp_path / "r"
     with pytest.raises(Stop):
         replay(traced(), ["knorm", "jacap"], ratios=["0.5"], output=out, progress=stop, **QUICK)
-    assert len(list((out / "parts").iterdir())) == 4
+    assert len([p for p in (out / "parts").iterdir() if p.is_dir()]) == 4
     ran = []
     plain = run_module.run_unit
     monkeypatch.setattr(run_module, "run_unit", lambda *args: ran.append(args[1]) or plain(*args))

@@ -231,7 +231,7 @@ def test_a_stopped_run_resumes_and_ends_with_the_same_bytes(tmp_path: Path, monk
     out = tmp_path / "stopped"
     with pytest.raises(Stop):
         replay(TINY, ["h2o", "jacap"], ratios=["0.5"], output=out, progress=stop_at_third)
-    parts = sorted(p.name for p in (out / "parts").iterdir())
+    parts = sorted(p.name for p in (out / "parts").iterdir() if p.is_dir())
     assert len(parts) == 3
     with pytest.raises(KvtoolError, match="no finished result"):
         Result.load(out)
