@@ -70,7 +70,9 @@ def test_parts_of_other_options_are_not_reused(traced: Any, tmp_path: Path, othe
     chosen = {**QUICK, **other}
     if not chosen["decompose"]:
         chosen = {"sinks": 1, "window": 2}
-    found = replay(traced(), ["knorm"], ratios=["0.5"], output=out, **chosen)
+    with pytest.raises(KvtoolError, match="with other options"):
+        replay(traced(), ["knorm"], ratios=["0.5"], output=out, **chosen)
+    found = replay(traced(), ["knorm"], ratios=["0.5"], output=out, force=True, **chosen)
     fresh = replay(traced(), ["knorm"], ratios=["0.5"], **chosen)
     assert set(found.tables) == set(fresh.tables)
     for name in found.tables:

@@ -260,7 +260,9 @@ def test_other_choices_do_not_reuse_parts(tmp_path: Path) -> None:
     out = tmp_path / "r"
     with pytest.raises(KeyboardInterrupt):
         replay(TINY, ["knorm"], ratios=["0.5"], output=out, progress=stop)
-    changed = replay(TINY, ["knorm"], ratios=["0.5"], sinks=0, output=out)
+    with pytest.raises(KvtoolError, match="with other options"):
+        replay(TINY, ["knorm"], ratios=["0.5"], sinks=0, output=out)
+    changed = replay(TINY, ["knorm"], ratios=["0.5"], sinks=0, output=out, force=True)
     fresh = replay(TINY, ["knorm"], ratios=["0.5"], sinks=0)
     assert canonical_json(changed.document()["rows"]) == canonical_json(fresh.document()["rows"])
 
