@@ -100,7 +100,7 @@ KINDS: dict[str, str] = {
     "undefined_steps": "int64",
     "evaluated_steps": "int64",
     **dict.fromkeys(("predicted_kl_block", "predicted_kl_steps", "predicted_kl_draws"), "int64"),
-    **dict.fromkeys(("evict_step", "event_steps", "event_near_ties", "tokens"), "list of int32"),
+    **dict.fromkeys(("evict_step", "event_steps", "event_near_ties", "event_ties", "tokens"), "list of int32"),
     "event_margins": "list of float64",
     "shares": "list of float64",
     **dict.fromkeys(("predicted_kl_partial", "protected", "synthetic"), "string"),

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from kvtool.compare.pairs import Ids, Pairs
 from kvtool.compare.sides import Side
+from kvtool.compare.ties import Cuts, in_ties
 
 KINDS = ("identical", "numerics", "unknown", "behaviour")  # what several together are is the last of theirs
 IDENTICAL, NUMERICS, UNKNOWN, BEHAVIOUR = range(4)
 TABLE = "evict_steps"
+CUTS = ("event_steps", "event_near_ties", "event_ties")
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +84,10 @@ class Decisions:
 
 def decisions_of(a: Side, b: Side, pairs: Pairs) -> Decisions:
     """Compare every pair of `evict_step`, exactly."""
-    lists = [[Lists.of(side, name) for side in (a, b)] for name in ("evict_step", "event_steps", "event_near_ties")]
-    (left, right), (steps_a, steps_b), (near_a, near_b) = lists
-    margins = None not in (steps_a, steps_b, near_a, near_b)
+    left, right = (Lists.of(side, "evict_step") for side in (a, b))
+    steps_a, steps_b = (Lists.of(side, CUTS[0]) for side in (a, b))
+    cuts_a, cuts_b = ([Lists.of(side, name) for name in CUTS] for side in (a, b))
+    margins = None not in (*cuts_a, *cuts_b)
     kind = np.full(len(pairs), UNKNOWN, dtype=np.int64)
     coarser = _coarser(a, b)
     if left is not None and right is not None:
@@ -97,11 +100,11 @@ def decisions_of(a: Side, b: Side, pairs: Pairs) -> Decisions:
                 continue
             kind[index] = BEHAVIOUR
             if margins:
-                events = [
-                    dict(zip(steps[row].tolist(), near[row].tolist(), strict=True))  # type: ignore[index]
-                    for steps, near, row in ((steps_a, near_a, row_a), (steps_b, near_b, row_b))
-                ]
-                if in_ties(ours, theirs, events[0], events[1], coarser):
+                mine, other = (
+                    Cuts.of(*(column[row].tolist() for column in columns if column is not None))
+                    for columns, row in ((cuts_a, row_a), (cuts_b, row_b))
+                )
+                if in_ties(ours, theirs, mine, other, coarser):
                     kind[index] = NUMERICS
     return Decisions(pairs, kind, left, right, steps_a, steps_b, margins)
 
@@ -110,26 +113,6 @@ def _coarser(a: Side, b: Side) -> str | None:
     """The side that computed in float32 where the other did in float64: its rounding is what parts them."""
     precision = [str((side.result.manifest.get("replay") or {}).get("precision")) for side in (a, b)]
     return {("float32", "float64"): "a", ("float64", "float32"): "b"}.get((precision[0], precision[1]))
-
-
-def in_ties(a: Ids, b: Ids, near_a: dict[int, int], near_b: dict[int, int], coarser: str | None = None) -> bool:
-    """Whether two decisions part among near ties only.
-
-    At the first event that parts them, both sides must keep equally many, and no more tokens may have changed sides
-    than there were near ties in either.
-
-    Args:
-        a, b: [T] evict steps that differ.
-        near_a, near_b: step of an event -> tokens that rounding could have put on the other side of its cut.
-        coarser: the side, `a` or `b`, that alone says how far rounding reaches; None asks both.
-    """
-    apart = a != b
-    first = int(np.minimum(a[apart], b[apart]).min())
-    if first not in near_a or first not in near_b:
-        return False
-    lost, gained = int(((a > first) & (b == first)).sum()), int(((b > first) & (a == first)).sum())
-    near = {"a": near_a[first], "b": near_b[first], None: min(near_a[first], near_b[first])}[coarser]
-    return lost == gained and lost + gained <= near
 
 
 def rolled_up(kinds: Iterable[int]) -> str:

@@ -30,6 +30,7 @@ def decision_entries(key: dict[str, Any], retained: RetainedSet) -> list[dict[st
             "event_steps": [event.step for event in events],
             "event_margins": nullable(relative[:, head]),
             "event_near_ties": [int(event.near_ties[head]) for event in events],
+            "event_ties": [int(event.ties[head]) for event in events],
             "evict_step": retained.evict_step[head].tolist(),
         }
         for head in range(retained.evict_step.shape[0])

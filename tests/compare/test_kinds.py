@@ -9,7 +9,7 @@ import pytest
 from planted import TINY, tiny, where, with_value
 
 from kvtool.compare import diff
-from kvtool.compare.kinds import in_ties
+from kvtool.compare.ties import Cuts, in_ties
 from kvtool.replay import replay
 from kvtool.result import Result
 
@@ -44,15 +44,24 @@ def steps(*values: int) -> np.ndarray:
     ],
 )
 def test_ties_by_hand(a: np.ndarray, b: np.ndarray, near_a: dict[int, int], near_b: dict[int, int], tie: bool) -> None:
-    assert in_ties(a, b, near_a, near_b) is tie
-    assert in_ties(b, a, near_b, near_a) is tie
+    assert in_ties(a, b, Cuts(near_a), Cuts(near_b)) is tie
+    assert in_ties(b, a, Cuts(near_b), Cuts(near_a)) is tie
+
+
+def test_exact_ties_on_both_sides_are_no_matter_of_rounding() -> None:
+    a, b = steps(9, 4, 9, 9), steps(4, 9, 9, 9)
+    exact, near = Cuts.of([4], [3], [3]), Cuts.of([4], [3], [2])
+    assert not in_ties(a, b, exact, exact)
+    assert in_ties(a, b, exact, near)
+    assert in_ties(a, b, near, exact)
+    assert in_ties(a, b, exact, Cuts.of([4], [0], [0]), coarser="a")
 
 
 def test_the_coarser_precision_alone_says_how_far_rounding_reaches() -> None:
     a, b = steps(9, 4, 9, 9), steps(4, 9, 9, 9)
-    assert in_ties(a, b, {4: 2}, {4: 0}, coarser="a")
-    assert not in_ties(a, b, {4: 2}, {4: 0}, coarser="b")
-    assert not in_ties(a, b, {4: 0}, {4: 2}, coarser="a")
+    assert in_ties(a, b, Cuts({4: 2}), Cuts({4: 0}), coarser="a")
+    assert not in_ties(a, b, Cuts({4: 2}), Cuts({4: 0}), coarser="b")
+    assert not in_ties(a, b, Cuts({4: 0}), Cuts({4: 2}), coarser="a")
 
 
 def planted_tie(near: int) -> tuple[Result, Result]:

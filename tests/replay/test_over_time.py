@@ -278,6 +278,7 @@ def test_how_close_every_event_of_a_head_was(result: Result, tmp_path: Path) -> 
     for entry in Result.load(tmp_path / "saved").entries("evict_steps"):
         events = known.get(tuple(entry[name] for name in CELL), [])
         assert entry["event_steps"] == [step for step, _ in events]
+        assert len(entry["event_ties"]) == len(events)
         told = zip(entry["event_margins"], entry["event_near_ties"], events, strict=True)
         for margin, near, (_, ties) in told:
             assert margin is None or (margin > 1e-10) == (near == 0)
