@@ -14,6 +14,12 @@ from kvtool.registry import did_you_mean
 from kvtool.result import LIVE
 
 TABLE_OF = {"cell": "cells", "layer": "layers", "head": "rows"}
+LEVELS = {"cell": "whole cell", "layer": "layer", "head": "query head"}
+PLACES_OF = {
+    "cell": ("sequence",),
+    "layer": ("sequence", "layer"),
+    "head": ("sequence", "layer", "kv_head", "q_head"),
+}
 HEAD_ERROR, LAYER_ERROR = ("output_error", "closed_output_error"), "layer_error"
 NATS = "nats per step"
 # What a live run measures; docs/live.md defines it.
@@ -50,16 +56,33 @@ class Compared:
         return TABLE_OF[self.column.level]
 
 
-def compared_columns(a: Side, b: Side, asked: Sequence[str]) -> tuple[list[Compared], list[str]]:
+@dataclass(frozen=True)
+class Columns:
+    """What is compared.
+
+    Attributes:
+        compared: what both results hold and mean the same by.
+        refused: sentences about metrics that B cannot be held against, since it means something else by them.
+        warnings: sentences about what only one side holds.
+    """
+
+    compared: list[Compared]
+    refused: list[str]
+    warnings: list[str]
+
+
+def compared_columns(a: Side, b: Side, asked: Sequence[str], places: Sequence[str] = ()) -> Columns:
     """What both results hold and mean the same by, and sentences about what they do not.
 
     Args:
-        asked: names of columns or metrics; none is all.
+        asked: names of columns, or of metrics for all their columns; none is all.
+        places: that groups are told apart by.
 
     Raises:
-        KvtoolError: code `usage` for a name that neither result holds.
+        KvtoolError: code `usage` for a name that not both results hold, or that has no value at such a place.
     """
     found: list[Compared] = []
+    refused: list[str] = []
     warnings: list[str] = []
     ours, theirs = _versions(a), _versions(b)
     for one in _known(a, b):
@@ -69,19 +92,41 @@ def compared_columns(a: Side, b: Side, asked: Sequence[str]) -> tuple[list[Compa
             continue
         if versions[0] != versions[1] and None not in versions:
             sentence = f"{one.metric} is version {versions[0]} in A and {versions[1]} in B: it is not compared"
-            warnings += [sentence] if sentence not in warnings else []
+            refused += [sentence] if sentence not in refused else []
         elif not all(there):
             warnings.append(f"only {'A' if there[0] else 'B'} holds {one.column.name} ({one.column.level})")
         else:
             found.append(one)
-    names = list(dict.fromkeys(name for one in found for name in (one.column.name, one.metric)))
-    for word in asked:
-        if word not in names:
-            raise KvtoolError("usage", f"there is no metric {word!r} to compare", did_you_mean(word, names))
     if asked:
-        return [one for one in found if one.column.name in asked or one.metric in asked], warnings
+        return Columns(_asked(found, asked, places, refused), refused, warnings)
     details = _details()
-    return [replace(one, decides=one.column.name not in details) for one in found], warnings
+    return Columns([replace(one, decides=one.column.name not in details) for one in found], refused, warnings)
+
+
+def _asked(
+    found: Sequence[Compared], asked: Sequence[str], places: Sequence[str], refused: list[str]
+) -> list[Compared]:
+    """What these words name: a column of that name, else all columns of a metric."""
+    names = list(dict.fromkeys(name for one in found for name in (one.column.name, one.metric)))
+    chosen: list[Compared] = []
+    for word in asked:
+        named = [one for one in found if one.column.name == word] or [one for one in found if one.metric == word]
+        if not named:
+            said = next((sentence for sentence in refused if sentence.startswith(f"{word} ")), None)
+            raise KvtoolError(
+                "usage", said or f"there is no metric {word!r} in both to compare", did_you_mean(word, names)
+            )
+        told = [one for one in named if set(places) <= set(PLACES_OF[one.column.level])]
+        if not told:
+            apart = " and ".join(places)
+            known = dict.fromkeys(o.column.name for o in found if set(places) <= set(PLACES_OF[o.column.level]))
+            raise KvtoolError(
+                "usage",
+                f"{word} has no value for each {apart}: it speaks of a {LEVELS[named[0].column.level]}",
+                f"told apart by {apart} are: {', '.join(known)}",
+            )
+        chosen += [one for one in told if one not in chosen]
+    return chosen
 
 
 def _details() -> set[str]:
@@ -113,7 +158,7 @@ def _known(a: Side, b: Side) -> list[Compared]:
             found.append(
                 Compared(template.metric, Column(name, "cell", column.unit, column.direction, "with other windows"))
             )
-    found += [one for side in (a, b) for one in _described(side) if one not in found]
+    found = list(dict.fromkeys([*found, *_described(a), *_described(b)]))
     if a.result.schema == LIVE:
         found = [Compared("measured_kl", column) for column in LIVE_COLUMNS] + found
     return found

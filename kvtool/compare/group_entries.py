@@ -57,6 +57,7 @@ def group_entries(
                 **dict(zip(places, key.places, strict=True)),
                 "kind": KINDS[kinds[key]],
                 "rows": layers.rows[index],
+                "sequences": layers.sequences[index],
                 "lost": lost[index],
                 "metrics": metrics[index],
                 "layers": by_layer,
@@ -139,7 +140,7 @@ class _Layers:
                 inside.setdefault(group, []).append(key)
         numbered = {key: index for index, key in enumerate(key for group in known for key in inside.get(group, []))}
         self._inside, self._numbered = inside, numbered
-        self.rows = _rows(found, known, places)
+        self.rows, self.sequences = _rows(found, known, places)
         by_layer = _means(found, "layers", LAYER_ERROR, numbered, finer)
         values, pairs = _error(found), found.pairs["rows"]
         by_head, wins, name = None, None, None
@@ -168,11 +169,15 @@ def _means(found: Comparison, table: str, column: str, known: dict[Key, int], pl
     return means(values, group_ids(pairs, places, known)[0], pairs.sequence, len(known), found.sequences)
 
 
-def _rows(found: Comparison, known: dict[Key, int], places: Sequence[str]) -> list[int]:
-    """Paired entries of every group, over all tables."""
+def _rows(found: Comparison, known: dict[Key, int], places: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Of every group the paired entries over all tables, and how many sequences they speak of."""
     counted = np.zeros(len(known), dtype=np.int64)
+    speak = [set[int]() for _ in known]
     for pairs in found.pairs.values():
         if len(pairs) and has_places(pairs, places):
             ids, _ = group_ids(pairs, places, known)
             counted += np.bincount(ids[ids >= 0], minlength=len(known))
-    return counted.tolist()
+            for group, sequence in np.unique(np.stack([ids, pairs.sequence], axis=1), axis=0).tolist():
+                if group >= 0:
+                    speak[group].add(sequence)
+    return counted.tolist(), [len(one) for one in speak]

@@ -12,7 +12,7 @@ from kvtool.compare.columns import compared_columns
 from kvtool.compare.comparison import Comparison, shown_groups
 from kvtool.compare.group_entries import group_entries
 from kvtool.compare.groups import checked_by, places_of
-from kvtool.compare.kinds import NUMERICS, rolled_up
+from kvtool.compare.kinds import IDENTICAL, NUMERICS, rolled_up
 from kvtool.compare.pairs import Cell, common_sequences
 from kvtool.compare.sets import Sets, trace_of
 from kvtool.compare.settings import differing_settings
@@ -37,7 +37,7 @@ class Diff:
 
     @property
     def worse(self) -> bool:
-        """Whether B is worse beyond the tolerance, or lacks what A has: exit code 1."""
+        """Whether B is worse beyond the tolerance, or lacks what A has or means something else by it: exit code 1."""
         return bool(self.contents["worse"])
 
     @property
@@ -68,7 +68,7 @@ class Diff:
     @property
     def empty(self) -> bool:
         """Whether there is no difference at all."""
-        told = ("groups", "settings", "only_a", "only_b", "warnings")
+        told = ("groups", "settings", "only_a", "only_b", "refused", "warnings")
         return self.kind == "identical" and not any(self.contents[name] for name in told)
 
     def document(self) -> dict[str, Any]:
@@ -105,17 +105,18 @@ def diff(
     Raises:
         KvtoolError: bad input of any kind.
     """
-    side_a, side_b = matched(side_of(a, "A"), side_of(b, "B"))
+    side_a, side_b, narrowed = matched(side_of(a, "A"), side_of(b, "B"))
     words = checked_by(by)
     places = places_of(words)
     metrics = [metrics] if isinstance(metrics, str) else list(metrics)
-    columns, warnings = compared_columns(side_a, side_b, metrics)
+    columns = compared_columns(side_a, side_b, metrics, places)
+    warnings = [*narrowed, *columns.warnings]
     tolerance = Tolerance.of(relative, absolute)
-    tolerance.check(one.column.name for one in columns)
+    tolerance.check(one.column.name for one in columns.compared)
     opened, missing = trace_of(side_a, side_b, trace)
     sequences = common_sequences(side_a, side_b)
 
-    found = Comparison.of(side_a, side_b, columns, sequences)
+    found = Comparison.of(side_a, side_b, columns.compared, sequences)
     kinds = found.kinds(places)
     shown, identical = shown_groups(kinds, "event" in words)
     sets = Sets.of(side_a, side_b, found, opened, missing)
@@ -124,8 +125,10 @@ def diff(
         warnings.append("the results do not say how close their cuts were, so a change in ties counts as behaviour")
     only_a, only_b = _only(found, "only_a"), _only(found, "only_b")
     holes = _holes(found, side_a, side_b) or any(group["lost"] for group in groups)
-    worse = holes or any(
-        entry["verdict"] == "worse" and entry["decides"] for group in groups for entry in group["metrics"]
+    worse = (
+        holes
+        or bool(columns.refused)
+        or any(entry["verdict"] == "worse" and entry["decides"] for group in groups for entry in group["metrics"])
     )
     settings = differing_settings(side_a, side_b)
     warnings += _trace_warnings(side_a, side_b, sequences)
@@ -136,6 +139,7 @@ def diff(
         "settings": settings,
         "kind": rolled_up(kinds.values()) if kinds else "unknown",
         "ties": int((found.decisions.kind == NUMERICS).sum()),
+        "kept_sets": {"moved": int((found.decisions.kind != IDENTICAL).sum()), "of": len(found.decisions.kind)},
         "tolerance": tolerance.describe(),
         "by": list(words),
         "sequences": len(sequences),
@@ -146,7 +150,8 @@ def diff(
         "only_a": only_a,
         "only_b": only_b,
         "worse": bool(worse),
-        "findings": _findings(groups, only_a, only_b),
+        "refused": columns.refused,
+        "findings": [*columns.refused, *_findings(groups, only_a, only_b)],
         "warnings": warnings,
     }
     return Diff(contents)

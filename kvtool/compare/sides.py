@@ -55,6 +55,12 @@ class Side:
         return replace(self, **{component: value})
 
     @property
+    def spelled(self) -> str:
+        """What is selected, as it would be typed."""
+        asked = f"{self.ratio:g}" if self.ratio is not None else "" if self.budget is None else str(self.budget)
+        return "@".join([self.policy or "", *filter(None, (asked, self.schedule))])
+
+    @property
     def label(self) -> str:
         """How sentences call it."""
         said = self.path or "a result"
@@ -154,14 +160,15 @@ def _holds_some(side: Side, name: str, component: str) -> None:
     raise KvtoolError("usage", f"{name} ({side.label}) holds no cell with this {component}")
 
 
-def matched(a: Side, b: Side) -> tuple[Side, Side]:
-    """Both sides with what only one of them selects settled for the other.
+def matched(a: Side, b: Side) -> tuple[Side, Side, list[str]]:
+    """Both sides with what only one of them selects settled for the other, and sentences about what that leaves out.
 
     Where the other holds one value (one policy besides the controls) it is that one; else the value selected is
     looked up there.
 
     Raises:
-        KvtoolError: code `usage` where the other holds several and not that one, or the schemas differ.
+        KvtoolError: code `usage` where the other holds several and not that one, where two selectors come down to the
+            same cells of one result, or where the schemas differ.
     """
     if a.result.schema != b.result.schema:
         raise KvtoolError(
@@ -169,10 +176,20 @@ def matched(a: Side, b: Side) -> tuple[Side, Side]:
             f"A is a {a.result.schema} and B a {b.result.schema}: they measure different things",
             "compare two results of one command",
         )
-    return _followed(a, b, "A"), _followed(b, a, "B")
+    (left, about_a), (right, about_b) = _followed(a, b, "A"), _followed(b, a, "B")
+    one_result = a.result is b.result or (a.path is not None and a.path == b.path)
+    if one_result and a.selector != b.selector and left.pins == right.pins:
+        raise KvtoolError(
+            "usage",
+            f"{a.label} and {b.label} come down to the same cells: {left.spelled}",
+            "select on both sides what should be compared",
+        )
+    return left, right, [*about_a, *about_b]
 
 
-def _followed(side: Side, other: Side, name: str) -> Side:
+def _followed(side: Side, other: Side, name: str) -> tuple[Side, list[str]]:
+    """`side` with what the other selects, and what that leaves out of it."""
+    said = []
     for component, value in other.pins.items():
         if component in side.pins:
             continue
@@ -183,11 +200,21 @@ def _followed(side: Side, other: Side, name: str) -> Side:
             side = side.pinned(component, known[0])
         elif value in side.has(component):
             side = side.pinned(component, value)
+            said.append(
+                f"of {name} only {_worded(component, value)} is compared, since that is what the other side selects"
+            )
         else:
-            there = "  ".join(str(one) for one in known)
+            there = "  ".join(_worded(component, one) for one in known)
             raise KvtoolError(
                 "usage",
-                f"only one side selects a {component}, and {name} has no {value} to go with it",
+                f"only one side selects {_worded(component, value)}, and {name} has none to go with it",
                 f"has: {there}",
             )
-    return side
+    return side, said
+
+
+def _worded(component: str, value: Any) -> str:
+    if component != "asked":
+        return f"{component} {value}"
+    ratio, budget = value
+    return f"ratio {ratio:g}" if ratio is not None else f"budget {budget}"

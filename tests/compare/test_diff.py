@@ -238,9 +238,20 @@ def test_metric_versions_that_differ_are_not_compared() -> None:
     a, b = tiny(), repeated(tiny(), 2, lambda s, row: 0.2)
     b.manifest["metrics"]["output_error"] = 2
     found = diff(a, b, tokens=0)
-    assert any("output_error is version 1 in A and 2 in B" in warning for warning in found.warnings)
+    assert found.findings[0] == "output_error is version 1 in A and 2 in B: it is not compared"
+    assert found.document()["refused"] == [found.findings[0]]
+    assert found.worse  # a comparison with holes is no pass
+    alike = diff(tiny(), with_versions(tiny(), output_error=2), tokens=0)
+    assert (alike.kind, alike.groups, alike.worse, alike.empty) == ("identical", [], True, False)
+    with pytest.raises(KvtoolError, match="output_error is version 1 in A and 2 in B"):
+        diff(a, b, metrics="output_error")
     assert not any(m["metric"].startswith("output_error") for g in found.groups for m in g["metrics"])
     assert found.settings[0]["name"] == "metrics.output_error"
+
+
+def with_versions(result: Result, **versions: int) -> Result:
+    metrics = {**result.manifest["metrics"], **versions}
+    return Result({**result.manifest, "metrics": metrics}, result.tables, [], result.schema)
 
 
 def test_other_traces_pair_the_sequences_of_equal_length() -> None:
@@ -407,7 +418,9 @@ def test_metrics_of_others_are_compared_as_the_manifest_describes_them() -> None
         "replay.metrics[mine.py:Spread].parameters.window",
         "metrics.spread",
     ]
-    assert "spread is version 1 in A and 2 in B" in other.warnings[0]
+    assert "spread is version 1 in A and 2 in B" in other.findings[0]
+    named = [(one["metric"], one["level"]) for one in found.groups[0]["metrics"]]
+    assert len(named) == len(set(named))
     assert "only A holds spread" in diff(a, tiny()).warnings[0]
 
 
@@ -415,3 +428,39 @@ def test_a_group_with_equal_decisions_tells_of_no_sets_and_no_token() -> None:
     a = tiny()
     (group,) = diff(a, with_value(a, "rows", "output_error", 0, 3.0)).groups
     assert (group["kept"], group["tokens"], group["first"]) == (None, None, None)
+
+
+def test_a_word_that_is_a_column_names_that_column_alone() -> None:
+    a = tiny()
+    b = with_value(a, "rows", "output_error_p99", where(a, "rows", policy="h2o")[0], 50.0)
+    assert not diff(a, b, metrics="output_error", tokens=0).worse
+    c = with_value(a, "rows", "output_error", where(a, "rows", policy="h2o")[0], 50.0)
+    (group,) = diff(a, c, metrics="output_error", tokens=0).groups
+    assert [(one["metric"], one["level"]) for one in group["metrics"]] == [("output_error", "head")]
+    (group,) = diff(a, c, metrics=["cache_size", "output_error"], tokens=0).groups  # a metric without such a column
+    assert "mean_cache_tokens" in {one["metric"] for one in group["metrics"]}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "by", "said"),
+    [
+        ("mean_layer_error", "layer", "mean_layer_error has no value for each layer: it speaks of a whole cell"),
+        ("mean_output_error", "q_head", "for each layer and kv_head and q_head"),
+        ("layer_error", "kv_head", "layer_error has no value for each layer and kv_head: it speaks of a layer"),
+    ],
+)
+def test_a_metric_without_a_value_at_such_a_place_is_refused(metrics: str, by: str, said: str) -> None:
+    with pytest.raises(KvtoolError, match=said) as caught:
+        diff(tiny(), tiny(window=7), metrics=metrics, by=by)
+    assert caught.value.code == "usage"
+    assert caught.value.hint is not None
+    assert "output_error" in caught.value.hint
+
+
+@pytest.mark.parametrize(("by", "each"), [("", 2), ("sequence", 1), ("q_head", 2), ("sequence,layer", 1)])
+def test_groups_know_their_sequences_and_kept_sets_are_counted_once(by: str, each: int) -> None:
+    found = diff(tiny(), tiny(window=7), by=by, tokens=0).document()
+    assert {group["sequences"] for group in found["groups"]} == {each}
+    cells, heads = 2 * 4, 2 * 3 * 2  # ratios x (policies and controls); sequences x layers x KV heads
+    assert found["kept_sets"]["of"] == cells * heads
+    assert 0 < found["kept_sets"]["moved"] < cells * heads

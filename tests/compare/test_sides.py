@@ -117,11 +117,21 @@ def test_every_ratio_of_two_policies_is_paired() -> None:
 
 def test_what_one_side_selects_is_looked_up_in_the_other() -> None:
     result = tiny()
-    a, b = matched(side_of((result, "h2o@0.5"), "A"), side_of(result, "B"))
+    again = Result(dict(result.manifest), result.tables, [], result.schema)
+    a, b, said = matched(side_of((result, "h2o@0.5"), "A"), side_of(again, "B"))
     assert a.pins == b.pins
-    assert diff((result, "h2o@0.5"), result).empty
+    assert said == [
+        "of B only policy h2o is compared, since that is what the other side selects",
+        "of B only ratio 0.5 is compared, since that is what the other side selects",
+    ]
+    found = diff((result, "h2o@0.5"), again)
+    assert (found.kind, found.groups, found.warnings) == ("identical", [], said)
+    for selectors in (("h2o@0.5", ""), ("h2o", "h2o@0.5"), ("", "h2o"), ("h2o@0.5", "h2o@0.5@prompt-end")):
+        with pytest.raises(KvtoolError, match="come down to the same cells"):
+            diff((result, selectors[0]), (result, selectors[1]))
+    assert diff((result, "h2o@0.5"), (result, "h2o@0.5")).empty
     other = Result(result.manifest, {name: _only(t, "h2o") for name, t in result.tables.items()}, [], result.schema)
-    with pytest.raises(KvtoolError, match="only one side selects a policy, and B has no h2o"):
+    with pytest.raises(KvtoolError, match="only one side selects policy h2o, and B has none"):
         diff((result, "h2o"), Result(result.manifest, {n: _without(t, "h2o") for n, t in several(result).items()}, []))
     assert diff((result, "snapkv@0.5"), other, tokens=0).groups[0]["policy_b"] == "h2o"
 
