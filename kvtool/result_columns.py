@@ -100,7 +100,9 @@ KINDS: dict[str, str] = {
     "undefined_steps": "int64",
     "evaluated_steps": "int64",
     **dict.fromkeys(("predicted_kl_block", "predicted_kl_steps", "predicted_kl_draws"), "int64"),
-    **dict.fromkeys(("evict_step", "event_steps", "event_near_ties", "event_ties", "tokens"), "list of int32"),
+    **dict.fromkeys(
+        ("evict_step", "event_steps", "event_near_ties", "event_ties", "near_rows", "tokens"), "list of int32"
+    ),
     "event_margins": "list of float64",
     "shares": "list of float64",
     **dict.fromkeys(("predicted_kl_partial", "protected", "synthetic"), "string"),
@@ -109,5 +111,5 @@ KINDS: dict[str, str] = {
     "changes": "list of string",
     **dict.fromkeys(("oracle", "frozen", "capacity_mc_saturated_unit", "capacity_mc_saturated_scaled"), "bool"),
     **dict.fromkeys(("queries", "pool", "kept", "samples", "undefined_samples"), "int32"),
-    **dict.fromkeys(("rows", "first_lost", "prompt_length"), "int32"),
+    **dict.fromkeys(("rows", "first_lost", "prompt_length", "oldest_row"), "int32"),
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 FACTORISATION, DEADLINE = 1, 2  # reasons of Event.fallback
+MOST_NEAR = 4096  # near ties of a head that are listed: with more, scores are so coarse that rounding decides nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,7 @@ class Event:
             NaN where nothing unprotected was kept or nothing evicted.
         relative_margin: [Hk] float64, the margin relative to the scores about the cut; NaN where it is none
             or infinite.
-        near_ties: [Hk] unprotected tokens that rounding could have put on the other side of the cut.
+        near: per KV head the rows of unprotected tokens that rounding could have put on the other side of the cut.
         sinks, window: protection in force: first rows, newest rows.
         overfull: protection exceeded the budget in some head.
         ranking: [Hk, N] int64, 1 = kept last, over all candidates (protected first);
@@ -47,7 +48,7 @@ class Event:
     ties: Tensor
     margin: Tensor
     relative_margin: Tensor
-    near_ties: Tensor
+    near: list[Tensor]
     sinks: int
     window: int
     overfull: bool = False

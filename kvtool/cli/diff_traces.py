@@ -15,15 +15,21 @@ def traces_answer(a: Path, b: Path, as_json: bool, relative: float | None = None
         The exit code: 1 where they part or one holds less than the other.
 
     Raises:
-        KvtoolError: for traces that cannot be opened, or cannot be compared.
+        KvtoolError: for traces that cannot be opened, are damaged, or cannot be compared.
     """
     from kvtool.cli.console import answer, hint, json_answer, progress_on_terminal
     from kvtool.compare.traces import diff_traces
     from kvtool.report.terminal_traces import traces_tables
     from kvtool.trace import open_trace
+    from kvtool.trace.verify import damage_error, verify_bytes
 
     with progress_on_terminal("compare") as progress:
         found = diff_traces(open_trace(a), open_trace(b), progress, relative=relative)
+        if found.identical:  # by what was recorded of them: what is there now may have been altered since
+            for path in (a, b):
+                report = verify_bytes(path, progress)
+                if report.damage:
+                    raise damage_error(path, report)
     if as_json:
         json_answer(found.document())
     else:

@@ -62,8 +62,9 @@ class Columns:
 
     Attributes:
         compared: what both results hold and mean the same by.
-        refused: sentences about metrics that B cannot be held against, since it means something else by them.
-        warnings: sentences about what only one side holds.
+        refused: sentences about metrics that B cannot be held against, since it lacks them or means something else by
+            them: a comparison with holes is no pass.
+        warnings: sentences about what else only one side holds.
     """
 
     compared: list[Compared]
@@ -93,14 +94,17 @@ def compared_columns(a: Side, b: Side, asked: Sequence[str], places: Sequence[st
         if versions[0] != versions[1] and None not in versions:
             sentence = f"{one.metric} is version {versions[0]} in A and {versions[1]} in B: it is not compared"
             refused += [sentence] if sentence not in refused else []
-        elif not all(there):
-            warnings.append(f"only {'A' if there[0] else 'B'} holds {one.column.name} ({one.column.level})")
-        else:
+        elif all(there):
             found.append(one)
+        elif there[0] and _decides(one) and _known_somewhere(a, one):
+            refused.append(f"{one.column.name} ({one.column.level}) is in A and not in B")
+        else:
+            warnings.append(f"only {'A' if there[0] else 'B'} holds {one.column.name} ({one.column.level})")
     if asked:
         return Columns(_asked(found, asked, places, refused), refused, warnings)
-    details = _details()
-    return Columns([replace(one, decides=one.column.name not in details) for one in found], refused, warnings)
+    if not any(_decides(one) for one in found):
+        refused.append("no error and no prediction is in both, so nothing decides whether B is worse")
+    return Columns([replace(one, decides=_decides(one)) for one in found], refused, warnings)
 
 
 def _asked(
@@ -129,12 +133,16 @@ def _asked(
     return chosen
 
 
-def _details() -> set[str]:
-    """What tells why: quantiles, masses, gaps and turns of heads. Errors and predictions tell whether."""
-    heads = (
-        column.name for metric in built_in_metrics().values() for column in metric.columns if column.level == "head"
-    )
-    return {name for name in heads if name not in HEAD_ERROR}
+def _decides(one: Compared) -> bool:
+    """Whether B is worse where this column is. Errors and predictions tell that; quantiles, masses, gaps and turns of
+    heads tell why."""
+    own = one.metric in built_in_metrics() and one.column.level == "head" and one.column.name not in HEAD_ERROR
+    return one.column.direction != "none" and not own
+
+
+def _known_somewhere(side: Side, one: Compared) -> bool:
+    table = side.result.tables[one.table]
+    return bool(table.column(one.column.name).null_count < table.num_rows)
 
 
 def _versions(side: Side) -> dict[str, Any]:

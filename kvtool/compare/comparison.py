@@ -12,7 +12,7 @@ from kvtool.compare.columns import Compared
 from kvtool.compare.groups import Key, group_ids, has_places, subset
 from kvtool.compare.kinds import IDENTICAL, NUMERICS, TABLE, UNKNOWN, Decisions, decisions_of, most
 from kvtool.compare.measured import Values
-from kvtool.compare.pairs import NONE, Pairs, align, numbers
+from kvtool.compare.pairs import NONE, Pairs, align, numbers, other_blocks
 from kvtool.compare.sides import Side
 
 NUMBERED = ("cells", "layers", "rows")
@@ -45,6 +45,9 @@ class Comparison:
             rows, name = pairs[one.table], one.column.name
             of_sides = (numbers(a, one.table, name, rows.rows_a), numbers(b, one.table, name, rows.rows_b))
             values[one.table].append(Values(one, *of_sides))
+        for table in NUMBERED:
+            apart = other_blocks(a, b, table, pairs[table])
+            values[table] = [one.without(apart) if one.predicts else one for one in values[table]]
         moved = {
             table: np.logical_or.reduce([np.zeros(len(pairs[table]), bool), *(one.moved for one in values[table])])
             for table in NUMBERED

@@ -86,11 +86,9 @@ def _of_heads(key: Key, places: Sequence[str]) -> Key:
 def _metrics(
     found: Comparison, known: dict[Key, int], places: Sequence[str], tolerance: Tolerance
 ) -> tuple[list[list[dict[str, Any]]], list[list[str]]]:
-    """Per group its `metrics`, and the names of those that have an order, a number in A, and none in B although
-    both sides are one policy."""
+    """Per group its `metrics`, and the names of those that decide and have a number in A and none in B."""
     metrics: list[list[dict[str, Any]]] = [[] for _ in known]
     lost: list[list[str]] = [[] for _ in known]
-    alike = [key.cells[0] == key.cells[1] for key in known]
     for table, pairs in found.pairs.items():
         if not len(pairs) or not has_places(pairs, places):
             continue
@@ -99,12 +97,13 @@ def _metrics(
             column = values.compared.column
             mine = means(values, ids, pairs.sequence, len(known), found.sequences)
             said: dict[str, Any] = {"metric": column.name, "level": column.level, "unit": column.unit}
-            said |= {"direction": column.direction, "decides": values.compared.decides and column.direction != "none"}
+            decides = values.compared.decides and column.direction != "none"
+            said |= {"direction": column.direction, "decides": decides}
             for group, entry in enumerate(compare(mine, column.name, column.direction, tolerance)):
                 if not mine.paired[group] or (entry["a"] is None and entry["verdict"] == "same"):
                     continue  # null in both: nothing was measured
                 metrics[group].append({**said, **entry})
-                if alike[group] and mine.lost[group] and column.direction != "none":
+                if mine.lost[group] and decides:
                     lost[group].append(column.name)
     return metrics, lost
 

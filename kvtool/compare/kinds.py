@@ -8,20 +8,22 @@ hold no decisions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtool.compare.pairs import Ids, Pairs
+from kvtool.compare.pairs import Ids, Numbers, Pairs, numbers
 from kvtool.compare.sides import Side
 from kvtool.compare.ties import Cuts, in_ties
+from kvtool.errors import KvtoolError
+from kvtool.retained import MOST_NEAR
 
 KINDS = ("identical", "numerics", "unknown", "behaviour")  # what several together are is the last of theirs
 IDENTICAL, NUMERICS, UNKNOWN, BEHAVIOUR = range(4)
 TABLE = "evict_steps"
-CUTS = ("event_steps", "event_near_ties", "event_ties")
+CUTS = ("event_steps", "event_near_ties", "event_ties", "near_rows")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +55,8 @@ class Decisions:
     Attributes:
         pairs: of the table `evict_steps`; one entry per (cell, sequence, layer, KV head).
         kind: [n] IDENTICAL, NUMERICS (a tie), UNKNOWN or BEHAVIOUR: of decisions alone.
-        a, b: evict steps by the rows of the tables.
+        a, b: evict steps by the rows of the tables; steps_a, steps_b: of events.
+        oldest_a, oldest_b: [n] the oldest row that the query of the last event sees.
         margins_known: whether both sides say how close their cuts were.
     """
 
@@ -63,6 +66,8 @@ class Decisions:
     b: Lists | None
     steps_a: Lists | None
     steps_b: Lists | None
+    oldest_a: Numbers | None
+    oldest_b: Numbers | None
     margins_known: bool
 
     def steps(self, index: int) -> tuple[Ids, Ids]:
@@ -71,11 +76,13 @@ class Decisions:
         assert self.b is not None
         return self.a[int(self.pairs.rows_a[index])], self.b[int(self.pairs.rows_b[index])]
 
-    def last_event(self, index: int) -> int | None:
-        """Step of the last event of either side, None where there is none or it is not recorded."""
+    def last_event(self, index: int) -> tuple[int, int] | None:
+        """Step of the last event of either side and the oldest row that its query sees; None where there is none or
+        it is not recorded."""
+        sides = ((self.steps_a, self.oldest_a, self.pairs.rows_a), (self.steps_b, self.oldest_b, self.pairs.rows_b))
         found = [
-            int(step)
-            for lists, rows in ((self.steps_a, self.pairs.rows_a), (self.steps_b, self.pairs.rows_b))
+            (int(step), 0 if oldest is None or np.isnan(oldest[index]) else int(oldest[index]))
+            for lists, oldest, rows in sides
             if lists is not None
             for step in lists[int(rows[index])][-1:]
         ]
@@ -100,13 +107,29 @@ def decisions_of(a: Side, b: Side, pairs: Pairs) -> Decisions:
                 continue
             kind[index] = BEHAVIOUR
             if margins:
-                mine, other = (
-                    Cuts.of(*(column[row].tolist() for column in columns if column is not None))
-                    for columns, row in ((cuts_a, row_a), (cuts_b, row_b))
-                )
-                if in_ties(ours, theirs, mine, other, coarser):
+                mine, other = _cuts(cuts_a, row_a, "A"), _cuts(cuts_b, row_b, "B")
+                if mine is not None and other is not None and in_ties(ours, theirs, mine, other, coarser):
                     kind[index] = NUMERICS
-    return Decisions(pairs, kind, left, right, steps_a, steps_b, margins)
+    oldest_a, oldest_b = _oldest(a, pairs.rows_a), _oldest(b, pairs.rows_b)
+    return Decisions(pairs, kind, left, right, steps_a, steps_b, oldest_a, oldest_b, margins)
+
+
+def _oldest(side: Side, rows: Ids) -> Numbers | None:
+    table = side.result.tables.get(TABLE)
+    if table is None or "oldest_row" not in table.column_names:
+        return None
+    return numbers(side, TABLE, "oldest_row", rows)
+
+
+def _cuts(columns: Sequence[Lists | None], row: int, side: str) -> Cuts | None:
+    """How close the cuts of one entry were; None where that is too much to be listed."""
+    found = [column[row].tolist() for column in columns if column is not None]
+    if sum(found[1]) > MOST_NEAR:
+        return None
+    try:
+        return Cuts.of(*found)
+    except ValueError as error:
+        raise KvtoolError("result-damaged", f"{side} holds lists of near ties that do not fit: {error}") from error
 
 
 def _coarser(a: Side, b: Side) -> str | None:

@@ -14,6 +14,7 @@ from kvtool.compare.kinds import moved
 from kvtool.compare.pairs import Ids, Numbers, finite
 from kvtool.compare.statistics import Intervals, intervals
 from kvtool.compare.tolerance import Tolerance, verdict
+from kvtool.metrics import PredictedKL
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,15 @@ class Values:
     compared: Compared
     a: Numbers
     b: Numbers
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it is read from gradients."""
+        return self.compared.metric == PredictedKL.name
+
+    def without(self, entries: NDArray[np.bool_]) -> Values:
+        """The same without these entries [n]: undefined on both sides."""
+        return Values(self.compared, *(np.where(entries, np.nan, numbers) for numbers in (self.a, self.b)))
 
     @property
     def moved(self) -> NDArray[np.bool_]:

@@ -70,6 +70,8 @@ class _Entries:
 
 def _entries(side: Side, table: str) -> _Entries:
     """The entries of one table that the side selects; means over sequences are left out."""
+    if table not in side.result.tables:
+        return _Entries([], [], [])
     arrow = side.result.tables[table]
     names = arrow.column_names
 
@@ -161,9 +163,31 @@ def _unpaired(entries: _Entries, paired: Sequence[int]) -> dict[tuple[Cell, int 
 
 
 def numbers(side: Side, table: str, column: str, rows: Ids) -> Numbers:
-    """[n] the column at these rows, NaN where it is null."""
-    values = side.result.tables[table].column(column).to_numpy()
-    return np.asarray(values, dtype=np.float64)[rows]
+    """[n] the column at these rows, NaN where it is null or infinite."""
+    values = np.asarray(side.result.tables[table].column(column).to_numpy(), dtype=np.float64)[rows]
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def other_blocks(a: Side, b: Side, table: str, pairs: Pairs) -> NDArray[np.bool_]:
+    """[n] entries whose predicted KL speaks of something else in B: gradients cut into blocks of another length, or
+    another part of the model (docs/metrics.md)."""
+    apart = np.zeros(len(pairs), dtype=np.bool_)
+    for name in ("predicted_kl_block", "predicted_kl_partial"):
+        tables = [side.result.tables[table] for side in (a, b)]
+        if all(name in one.column_names for one in tables):
+            ours, theirs = (np.asarray(one.column(name).to_pylist(), dtype=object) for one in tables)
+            apart |= ours[pairs.rows_a] != theirs[pairs.rows_b]
+    return apart
+
+
+def unlike_layers(a: Side, b: Side, sequences: Iterable[int]) -> bool:
+    """Whether a sequence was measured on other layers in B: means over layers are then no longer comparable."""
+    found = []
+    for side in (a, b):
+        table = side.result.tables["layers"]
+        found.append(set(zip(table.column("sequence").to_pylist(), table.column("layer").to_pylist(), strict=True)))
+    chosen = set(sequences)
+    return any(sequence in chosen for sequence, _ in found[0] ^ found[1])
 
 
 def common_sequences(a: Side, b: Side) -> list[int]:

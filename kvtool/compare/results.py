@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.compare import findings
-from kvtool.compare.columns import compared_columns
+from kvtool.compare.columns import Columns, Compared, compared_columns
 from kvtool.compare.comparison import Comparison, shown_groups
 from kvtool.compare.group_entries import group_entries
 from kvtool.compare.groups import checked_by, places_of
 from kvtool.compare.kinds import IDENTICAL, NUMERICS, rolled_up
-from kvtool.compare.pairs import Cell, common_sequences
+from kvtool.compare.pairs import Cell, common_sequences, other_blocks, unlike_layers
 from kvtool.compare.sets import Sets, trace_of
 from kvtool.compare.settings import differing_settings
 from kvtool.compare.sides import Side, Source, matched, side_of
 from kvtool.compare.statistics import interval_entry, note
 from kvtool.compare.tolerance import Given, Tolerance
+from kvtool.errors import KvtoolError
 from kvtool.trace import Trace
 
 SCHEMA = "kvtool.diff/1"
@@ -96,6 +97,7 @@ def diff(
         a, b: folder of a result, `FOLDER::policy@0.75`, a Result, or (Result, selector).
         trace: what was replayed, for the text of tokens and what losing them costs; by default where A says it lies.
         by: places that groups are told apart by besides the cell: `event`, `sequence`, `layer`, `kv_head`, `q_head`.
+            What decides is judged over whole runs all the same.
         metrics: columns or metrics to compare, each of which decides whether B is worse. None compares all; those of
             cells, output errors and layer errors decide, further columns of heads explain.
         relative, absolute: how far a number may move: a number, `METRIC=number` words or a mapping.
@@ -115,21 +117,22 @@ def diff(
     tolerance.check(one.column.name for one in columns.compared)
     opened, missing = trace_of(side_a, side_b, trace)
     sequences = common_sequences(side_a, side_b)
+    compared, unlike = _comparable(side_a, side_b, columns, sequences)
+    warnings += unlike
 
-    found = Comparison.of(side_a, side_b, columns.compared, sequences)
+    found = Comparison.of(side_a, side_b, compared, sequences)
+    refused = [*columns.refused, *_other_predictions(side_a, side_b, found)]
     kinds = found.kinds(places)
     shown, identical = shown_groups(kinds, "event" in words)
     sets = Sets.of(side_a, side_b, found, opened, missing)
     groups = group_entries(found.only(shown, places), shown, kinds, places, tolerance, sets, tokens, progress)
+    apart = bool(places) or "event" in words
+    whole = _whole(found, groups, apart, tolerance, sets)
     if not found.decisions.margins_known and any(kind > 0 for kind in found.decisions.kind.tolist()):
         warnings.append("the results do not say how close their cuts were, so a change in ties counts as behaviour")
     only_a, only_b = _only(found, "only_a"), _only(found, "only_b")
-    holes = _holes(found, side_a, side_b) or any(group["lost"] for group in groups)
-    worse = (
-        holes
-        or bool(columns.refused)
-        or any(entry["verdict"] == "worse" and entry["decides"] for group in groups for entry in group["metrics"])
-    )
+    holes = _holes(found, side_a, side_b) or bool(refused) or any(group["lost"] for group in whole)
+    worse = holes or any(e["verdict"] == "worse" and e["decides"] for group in whole for e in group["metrics"])
     settings = differing_settings(side_a, side_b)
     warnings += _trace_warnings(side_a, side_b, sequences)
     contents = {
@@ -137,7 +140,7 @@ def diff(
         "a": side_a.describe(),
         "b": side_b.describe(),
         "settings": settings,
-        "kind": rolled_up(kinds.values()) if kinds else "unknown",
+        "kind": rolled_up(found.kinds(()).values()) if kinds else "unknown",
         "ties": int((found.decisions.kind == NUMERICS).sum()),
         "kept_sets": {"moved": int((found.decisions.kind != IDENTICAL).sum()), "of": len(found.decisions.kind)},
         "tolerance": tolerance.describe(),
@@ -147,14 +150,54 @@ def diff(
         "interval_note": note(len(sequences)) if sequences else "no sequence is in both",
         "identical_groups": identical,
         "groups": groups,
+        "whole": whole if apart else None,
         "only_a": only_a,
         "only_b": only_b,
         "worse": bool(worse),
-        "refused": columns.refused,
-        "findings": [*columns.refused, *_findings(groups, only_a, only_b)],
+        "refused": refused,
+        "findings": [*refused, *_findings(whole, only_a, only_b)],
         "warnings": warnings,
     }
     return Diff(contents)
+
+
+def _comparable(a: Side, b: Side, columns: Columns, sequences: list[int]) -> tuple[list[Compared], list[str]]:
+    """The columns without means over layers where A and B were measured on others, and a sentence about that.
+
+    Raises:
+        KvtoolError: code `usage` where nothing is left.
+    """
+    if not unlike_layers(a, b, sequences):
+        return columns.compared, []
+    kept = [one for one in columns.compared if one.column.level != "cell"]
+    ids = " and ".join(str(side.result.manifest["layers"]["text"]) for side in (a, b))
+    said = f"A and B were measured on other layers ({ids}), so means over layers are not compared"
+    if not kept:
+        raise KvtoolError("usage", said, "compare layer_error or output_error, or replay the same layers")
+    return kept, [said]
+
+
+def _other_predictions(a: Side, b: Side, found: Comparison) -> list[str]:
+    """A sentence where predictions were left out since they speak of something else."""
+    named = any(one.predicts for one in found.values["cells"])
+    if not named or not bool(other_blocks(a, b, "cells", found.pairs["cells"]).any()):
+        return []
+    return [
+        "predicted_kl is not compared where its gradients were cut into blocks of another length, or speak of another "
+        "part of the model"
+    ]
+
+
+def _whole(
+    found: Comparison, told: list[dict[str, Any]], apart: bool, tolerance: Tolerance, sets: Sets
+) -> list[dict[str, Any]]:
+    """The groups that decide, whatever the `told` ones are told `apart` by: whole runs of cells, and their events
+    where a whole run hides that one moved."""
+    if not apart:
+        return told
+    kinds = found.kinds(())
+    moved, _ = shown_groups(kinds, events=False)
+    return group_entries(found.only(moved, ()), moved, kinds, (), tolerance, sets, 0)
 
 
 def _only(found: Comparison, side: str) -> list[dict[str, Any]]:

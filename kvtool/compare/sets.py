@@ -70,7 +70,7 @@ class Sets:
         sequence, layer = int(pairs.sequence[index]), int(pairs.layer[index])
         if len(a) != len(b):
             return None
-        last = decisions.last_event(index)
+        last, oldest = decisions.last_event(index) or (None, 0)
         begun = self.evaluated_from.get((int(pairs.cell[index]), sequence, layer), len(a) if last is None else last)
         return HeadSets(
             sequence,
@@ -81,16 +81,8 @@ class Sets:
             self.prompts.get(sequence),
             begun,
             last_event=last,
-            oldest=self._oldest(sequence, layer, last),
+            oldest=oldest,
         )
-
-    def _oldest(self, sequence: int, layer: int, last: int | None) -> int:
-        """The oldest row that the query of the last event sees."""
-        if self.trace is None or last is None:
-            return 0
-        run = next((run for run in self.trace.sequences if run.index == sequence), None)
-        window = None if run is None or layer not in run.layer_ids else run.geometry(layer).window
-        return 0 if window is None else max(0, last - window + 1)
 
     def told(self, members: list[int], limit: int) -> dict[str, Any]:
         """`kept` and `tokens` of one group; null where no head of it decided otherwise."""

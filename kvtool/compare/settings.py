@@ -109,7 +109,7 @@ def _fields(entry: Mapping[str, Any]) -> dict[str, Any]:
     The package is told in one word, and not where it is kvtool itself: its version stands in the environment.
     """
     said = {"class": entry.get("class"), **{key: entry[key] for key in entry if key not in ("label", "class")}}
-    package = said.get("package")
+    package = said.setdefault("package", None)  # results of before it was recorded lack it
     if isinstance(package, Mapping):
         said["package"] = None if package["name"] == "kvtool" else f"{package['name']} {package['version']}"
     return said

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,31 +17,39 @@ class Cuts:
     """How close the cuts of one KV head were.
 
     Attributes:
-        near: step of an event -> unprotected tokens that rounding could have put on the other side of its cut.
-        exact: step of an event -> those of them whose score equals the one at the cut.
+        near: step of an event -> rows of unprotected tokens that rounding could have put on the other side of its cut.
+        exact: step of an event -> how many of them have exactly the score at the cut.
     """
 
-    near: dict[int, int]
-    exact: dict[int, int] = field(default_factory=dict)
+    near: Mapping[int, frozenset[int]]
+    exact: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, steps: Iterable[int], near: Iterable[int], exact: Iterable[int]) -> Cuts:
-        """From the columns `event_steps`, `event_near_ties` and `event_ties` of a result's table `evict_steps`."""
-        steps = list(steps)
-        return cls(dict(zip(steps, near, strict=True)), dict(zip(steps, exact, strict=True)))
+    def of(cls, steps: Iterable[int], counts: Iterable[int], exact: Iterable[int], rows: Iterable[int]) -> Cuts:
+        """From the columns `event_steps`, `event_near_ties`, `event_ties` and `near_rows` of the table `evict_steps`.
+
+        Raises:
+            ValueError: where they do not fit each other.
+        """
+        steps, counts, rows = list(steps), list(counts), list(rows)
+        if len(rows) != sum(counts):
+            raise ValueError(f"{len(rows)} rows of {sum(counts)} near ties")
+        left = iter(rows)
+        near = {step: frozenset(islice(left, count)) for step, count in zip(steps, counts, strict=True)}
+        return cls(near, dict(zip(steps, exact, strict=True)))
 
     def all_exact(self, step: int) -> bool:
         """Whether there were near ties at that event and every one was exact: then the newer token stays, whoever
         computes it."""
-        return 0 < self.near[step] == self.exact.get(step, 0)
+        return 0 < len(self.near[step]) == self.exact.get(step, 0)
 
 
 def in_ties(a: Ids, b: Ids, cuts_a: Cuts, cuts_b: Cuts, coarser: str | None = None) -> bool:
     """Whether two decisions part among near ties only.
 
-    At the first event that parts them, both sides must keep equally many, no more tokens may have changed sides
-    than there were near ties in either, and on one side at least they must not all be exact. What follows from
-    such an event is not looked at.
+    At the first event that parts them, both sides must keep equally many, every token that changed sides must be a
+    near tie in both, and on one side at least the near ties must not all be exact. What follows from such an event is
+    not looked at.
 
     Args:
         a, b: [T] evict steps that differ.
@@ -52,6 +61,7 @@ def in_ties(a: Ids, b: Ids, cuts_a: Cuts, cuts_b: Cuts, coarser: str | None = No
         return False
     if cuts_a.all_exact(first) and cuts_b.all_exact(first):
         return False
-    lost, gained = int(((a > first) & (b == first)).sum()), int(((b > first) & (a == first)).sum())
+    lost, gained = (a > first) & (b == first), (b > first) & (a == first)
     reach = {"a": cuts_a.near[first], "b": cuts_b.near[first]}
-    return lost == gained and lost + gained <= (min(reach.values()) if coarser is None else reach[coarser])
+    near = reach["a"] & reach["b"] if coarser is None else reach[coarser]
+    return int(lost.sum()) == int(gained.sum()) and set(np.flatnonzero(lost | gained).tolist()) <= near

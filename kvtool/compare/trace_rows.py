@@ -13,6 +13,7 @@ from torch import Tensor
 from kvtool.trace import Sequence
 
 ARRAYS = ("keys", "values", "queries", "output_sample")  # in the order in which a layer computes them
+FAR = 4.0  # medians
 BLOCK_ROWS = 16384
 
 
@@ -87,8 +88,9 @@ def number(value: float) -> float | None:
 def deviations(a: Tensor, b: Tensor) -> Tensor:
     """[n] float64, |a - b| of each row over the norm of its row in `a`.
 
-    A row shorter than the root mean square of all finite rows of its head is measured against that: what is left of
-    a vector that nearly cancels is as wrong as the others. Infinite where either row has a NaN or an infinity.
+    A row shorter than the rows of its head usually are (in `a` or in `b`, whichever are shorter) is measured against
+    that: what is left of a vector that nearly cancels is as wrong as the others. Infinite where either row has a NaN
+    or an infinity.
 
     Args:
         a, b: [n, D] of one head, in any float dtype.
@@ -99,12 +101,15 @@ def deviations(a: Tensor, b: Tensor) -> Tensor:
         x, y = a[part].to(torch.float64), b[part].to(torch.float64)
         apart[part], norms[part], others[part] = (x - y).norm(dim=-1), x.norm(dim=-1), y.norm(dim=-1)
     sound = torch.isfinite(norms) & torch.isfinite(others)
-    floor = _rms(norms[sound]) or _rms(others[sound]) or 1.0
+    floor = min(filter(None, (_usual(norms[sound]), _usual(others[sound]))), default=1.0)
     return torch.where(sound, apart / norms.clamp_min(floor), math.inf)
 
 
-def _rms(norms: Tensor) -> float:
-    return float(norms.square().mean().sqrt()) if norms.numel() else 0.0
+def _usual(norms: Tensor) -> float:
+    """Root mean square of norms that are not 0; one that is far above the others counts as FAR medians, so that a few
+    huge rows do not hide what the others are. 0 where there is none."""
+    norms = norms[norms > 0]
+    return float(norms.clamp_max(FAR * float(norms.median())).square().mean().sqrt()) if norms.numel() else 0.0
 
 
 def compared(a: Sequence, b: Sequence, layer: int, before: int) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:

@@ -110,7 +110,7 @@ def add_outcome(tables: Entries, plan: Plan, ran: Ran, sequence: Sequence, first
                 {**place, "kv_head": head // per_kv_head, "q_head": head, "closed_output_error": value}
                 for head, value in enumerate(nullable(found.output_error))
             ]
-        tables["evict_steps"] += decision_entries(place, decided)
+        tables["evict_steps"] += decision_entries(place, decided, ran.geometries[layer])
     key["achieved"] = _known_mean(achieved)
     tables["steps"] += _steps(key, sequence, first, outcome)
     tables["spans"] += timeline_entries(

@@ -36,7 +36,7 @@ def one_event(layer: Layer, step: int, keep: int, *, seed: int = 0, several: boo
         ties=torch.zeros_like(each),
         margin=(unknown := torch.full((heads,), torch.nan, dtype=torch.float64)),
         relative_margin=unknown,
-        near_ties=torch.zeros_like(each),
+        near=[torch.empty(0, dtype=torch.int64) for _ in each],
         sinks=0,
         window=0,
         ranking=None if several else ranking,

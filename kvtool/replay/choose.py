@@ -68,7 +68,7 @@ class Choice:
 
     Attributes:
         keep: per KV head [N_h] bool over its candidates.
-        achieved, ties, near_ties, fallback: [Hk] int64; margin, relative_margin: [Hk] float64; as in `Event`.
+        achieved, ties, fallback: [Hk] int64; margin, relative_margin: [Hk] float64; near: as in `Event`.
         ranking: [Hk, N], None where heads hold caches of different lengths.
         diagnostics: name -> [H].
     """
@@ -78,7 +78,7 @@ class Choice:
     ties: Tensor
     margin: Tensor
     relative_margin: Tensor
-    near_ties: Tensor
+    near: list[Tensor]
     overfull: bool
     fallback: Tensor
     ranking: Tensor | None
@@ -142,6 +142,7 @@ def choose(
     fallback = torch.zeros(heads, dtype=torch.int64)
     diagnostics: dict[str, Tensor] = {}
     selections: list[Selection | None] = [None] * heads
+    near = [torch.empty(0, dtype=torch.int64)] * heads
     for answer in scored:
         # A memo of its own: budgets may share the scores, but not what a selector finds at one of them.
         view, scores = replace(answer.view, memo=dict(answer.view.memo)), answer.scores
@@ -165,8 +166,9 @@ def choose(
         selection = _cut(label, refined, view, mine, shield, block)
         for head in answer.heads:
             selections[head] = selection
+            near[head] = view.tokens[head][selection.near[head]]
         diagnostics = _merged(diagnostics, answer, layer.geometry.group)
-    return _choice(selections, fallback, diagnostics, len(scored) == 1)
+    return _choice(selections, near, fallback, diagnostics, len(scored) == 1)
 
 
 def untouched(rows: Many[Tensor]) -> Choice:
@@ -179,7 +181,7 @@ def untouched(rows: Many[Tensor]) -> Choice:
         ties=nothing,
         margin=undefined,
         relative_margin=undefined,
-        near_ties=nothing,
+        near=[torch.empty(0, dtype=torch.int64) for _ in rows],
         overfull=False,
         fallback=nothing,
         ranking=None,
@@ -252,7 +254,13 @@ def _merged(known: dict[str, Tensor], answer: Scored, group: int) -> dict[str, T
     return merged
 
 
-def _choice(selections: Many[Selection | None], fallback: Tensor, diagnostics: dict[str, Tensor], even: bool) -> Choice:
+def _choice(
+    selections: Many[Selection | None],
+    near: list[Tensor],
+    fallback: Tensor,
+    diagnostics: dict[str, Tensor],
+    even: bool,
+) -> Choice:
     found = [selection for selection in selections if selection is not None]
     assert len(found) == len(selections), "a KV head without an answer"
 
@@ -265,7 +273,7 @@ def _choice(selections: Many[Selection | None], fallback: Tensor, diagnostics: d
         ties=each("ties"),
         margin=each("margin"),
         relative_margin=each("relative_margin"),
-        near_ties=torch.stack([selection.near[head].sum() for head, selection in enumerate(found)]),
+        near=near,
         overfull=any(selection.overfull for selection in found),
         fallback=fallback,
         ranking=found[0].ranking if even else None,

@@ -286,7 +286,7 @@ class Track:
                 ties=choice.ties,
                 margin=choice.margin,
                 relative_margin=choice.relative_margin,
-                near_ties=choice.near_ties,
+                near=choice.near,
                 sinks=shield.sinks,
                 window=shield.window,
                 overfull=choice.overfull,

@@ -7,31 +7,43 @@ from typing import Any
 
 import torch
 
+from kvtool.layer import Geometry
 from kvtool.metrics import nullable
-from kvtool.retained import RetainedSet
+from kvtool.retained import MOST_NEAR, RetainedSet
 
 
-def decision_entries(key: dict[str, Any], retained: RetainedSet) -> list[dict[str, Any]]:
+def decision_entries(key: dict[str, Any], retained: RetainedSet, geometry: Geometry) -> list[dict[str, Any]]:
     """One entry of the table `evict_steps` per KV head; `event` is the step of the first one. Ties are those of all
-    events, the margin is the smallest."""
+    events, the margin is the smallest.
+
+    Args:
+        geometry: of the layer whose cache it is.
+    """
     digest, events = retained.digest(), retained.events
     none = torch.empty(0, len(retained.evict_step))
     margins = torch.stack([event.margin for event in events]) if events else none
     relative = torch.stack([event.relative_margin for event in events]) if events else none
-    return [
-        {
-            **key,
-            "event": events[0].step if events else None,
-            "achieved": fmean(float(event.achieved[head]) for event in events) if events else None,
-            "kv_head": head,
-            "digest": digest,
-            "ties": sum(int(event.ties[head]) for event in events),
-            "margin": min(margins[:, head][~margins[:, head].isnan()].tolist(), default=None),
-            "event_steps": [event.step for event in events],
-            "event_margins": nullable(relative[:, head]),
-            "event_near_ties": [int(event.near_ties[head]) for event in events],
-            "event_ties": [int(event.ties[head]) for event in events],
-            "evict_step": retained.evict_step[head].tolist(),
-        }
-        for head in range(retained.evict_step.shape[0])
-    ]
+    oldest = int(geometry.first_visible(torch.tensor(events[-1].step))) if events else None
+    entries = []
+    for head in range(retained.evict_step.shape[0]):
+        near = [event.near[head] for event in events]
+        listed = sum(len(rows) for rows in near) <= MOST_NEAR
+        entries.append(
+            {
+                **key,
+                "event": events[0].step if events else None,
+                "achieved": fmean(float(event.achieved[head]) for event in events) if events else None,
+                "kv_head": head,
+                "digest": digest,
+                "ties": sum(int(event.ties[head]) for event in events),
+                "margin": min(margins[:, head][~margins[:, head].isnan()].tolist(), default=None),
+                "event_steps": [event.step for event in events],
+                "event_margins": nullable(relative[:, head]),
+                "event_near_ties": [len(rows) for rows in near],
+                "event_ties": [int(event.ties[head]) for event in events],
+                "near_rows": [row for rows in near for row in rows.tolist()] if listed else None,
+                "oldest_row": oldest,
+                "evict_step": retained.evict_step[head].tolist(),
+            }
+        )
+    return entries

@@ -92,7 +92,7 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
             part["counts"] = _stored({**counted, "achieved": here["achieved"]})
             spans[-1][begin] = part
         tables["ages"] += _ages(key, retained, donor, plan)
-        tables["evict_steps"] += decision_entries(key, retained)
+        tables["evict_steps"] += decision_entries(key, retained, donor.geometry)
         notes += note_unit(cell, retained, donor.geometry, sequence.index, layer_id)
         landmarks += [{**key, **said, **entry} for entry in landmark_entries(retained, sequence.landmarks)]
     if any(each.landmarks for each in sequence.trace.sequences):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,20 @@ def test_the_next_command_runs(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(shlex.split(hint)) in (0, 1)
     groups = capfd.readouterr().out
     assert "layer 3" in groups
+
+
+def test_equal_traces_are_read_before_they_are_called_equal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    altered = tmp_path / "altered.zarr"
+    shutil.copytree(TINY, altered)
+    chunk = max(altered.glob("sequences/0000/layers/00/values/c/**/*"), key=lambda file: file.is_file())
+    raw = bytearray(chunk.read_bytes())
+    raw[100] ^= 1
+    chunk.write_bytes(bytes(raw))
+    for sides in ((TINY, altered), (altered, TINY), (altered, altered)):
+        assert run(["diff", "--traces", *map(str, sides)]) == 2
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert "is damaged" in err
 
 
 def test_traces_are_compared_too(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,9 @@ import pyarrow as pa
 from kvtool.replay import replay
 from kvtool.result import Result
 
-TINY = Path(__file__).resolve().parents[2] / "sample_traces" / "tiny-gqa.zarr"
+SAMPLES = Path(__file__).resolve().parents[2] / "sample_traces"
+TINY, GRADIENTS = SAMPLES / "tiny-gqa.zarr", SAMPLES / "smollm2-gradients.zarr"
+LABEL = "snapkv:window=8"
 
 
 @cache

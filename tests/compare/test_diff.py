@@ -9,15 +9,17 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import TINY, repeated, tiny, where, with_value, without_rows
+from planted import GRADIENTS, LABEL, TINY, repeated, tiny, where, with_value, without_rows
 
 import kvtool
 from kvtool.compare import diff
 from kvtool.errors import KvtoolError
 from kvtool.metrics import columns
+from kvtool.replay import replay
 from kvtool.result import LIVE, Result
 
 MIRRORED = {"better": "worse", "worse": "better"}
@@ -421,7 +423,10 @@ def test_metrics_of_others_are_compared_as_the_manifest_describes_them() -> None
     assert "spread is version 1 in A and 2 in B" in other.findings[0]
     named = [(one["metric"], one["level"]) for one in found.groups[0]["metrics"]]
     assert len(named) == len(set(named))
-    assert "only A holds spread" in diff(a, tiny()).warnings[0]
+    lacking = diff(a, tiny())
+    assert ("spread (head) is in A and not in B" in lacking.findings[0], lacking.worse) == (True, True)
+    more = diff(tiny(), a)
+    assert ("only B holds spread" in more.warnings[0], more.worse) == (True, False)
 
 
 def test_a_group_with_equal_decisions_tells_of_no_sets_and_no_token() -> None:
@@ -464,3 +469,84 @@ def test_groups_know_their_sequences_and_kept_sets_are_counted_once(by: str, eac
     cells, heads = 2 * 4, 2 * 3 * 2  # ratios x (policies and controls); sequences x layers x KV heads
     assert found["kept_sets"]["of"] == cells * heads
     assert 0 < found["kept_sets"]["moved"] < cells * heads
+
+
+def scaled(result: Result, table: str, column: str, factor: float) -> Result:
+    """A copy with one column multiplied."""
+    values = [None if v is None else factor * v for v in result.tables[table].column(column).to_pylist()]
+    place = result.tables[table].column_names.index(column)
+    changed = result.tables[table].set_column(place, column, pa.array(values, type=pa.float64()))
+    return Result(result.manifest, {**result.tables, table: changed}, [], result.schema)
+
+
+@pytest.mark.parametrize("by", ["", "event", "sequence", "layer", "kv_head", "q_head", "sequence,layer"])
+@pytest.mark.parametrize(("table", "column"), [("cells", "mean_layer_error"), ("layers", "layer_error")])
+def test_how_groups_are_told_apart_decides_nothing(by: str, table: str, column: str) -> None:
+    a = tiny()
+    found = diff(a, scaled(a, table, column, 3.0), by=by, tokens=0)
+    assert (found.worse, found.kind) == (True, "numerics")
+    assert not found.empty
+    assert not diff(scaled(a, table, column, 3.0), a, by=by, tokens=0).worse
+    whole = found.document()["whole"]
+    assert (whole is None) == (by == "")
+    assert {group["policy"] for group in whole or found.groups} == {"h2o", LABEL, "random"}
+
+
+def test_where_nothing_decides_there_is_no_pass() -> None:
+    a = tiny()
+    names = ("mean_layer_error", "mean_output_error", "predicted_kl", "predicted_kl_w32", "layer_error", "output_error")
+    tables = {n: t.drop_columns([c for c in names if c in t.column_names]) for n, t in a.tables.items()}
+    bare = Result(a.manifest, tables, [], a.schema)
+    found = diff(a, bare)
+    assert found.worse
+    assert "mean_layer_error (cell) is in A and not in B" in found.findings
+    both = diff(bare, bare)
+    assert both.worse
+    assert both.findings == ["no error and no prediction is in both, so nothing decides whether B is worse"]
+
+
+def test_details_that_became_null_are_no_hole() -> None:
+    a = tiny()
+    rows = where(a, "rows", policy="h2o")
+    detail, error = (with_value(a, "rows", name, rows[0], None) for name in ("direction_gap", "output_error"))
+    assert not diff(a, detail, tokens=0).worse
+    found = diff(a, error, tokens=0)
+    assert (found.worse, found.groups[0]["lost"]) == (True, ["output_error"])
+    cells = where(a, "cells", policy="h2o", ratio=0.5, sequence=0)
+    gone = with_value(a, "cells", "mean_layer_error", cells[0], None)
+    assert diff((a, "h2o@0.75"), (gone, "h2o@0.5"), metrics="mean_layer_error").groups[0]["lost"] == [
+        "mean_layer_error"
+    ]
+
+
+def test_means_over_other_layers_are_not_compared() -> None:
+    a, b = (replay(TINY, ["h2o"], ratios=["0.5"], sinks=1, window=8, layers=ids) for ids in ([0, 5], [0, 3, 5]))
+    found = diff(a, b, tokens=0)
+    assert (found.worse, found.groups) == (False, [])
+    assert "other layers (0,5 and 0,3,5)" in found.warnings[0]
+    with pytest.raises(KvtoolError, match="other layers"):
+        diff(a, b, metrics="mean_layer_error")
+    assert diff(b, a).worse  # layer 3 has no partner
+
+
+def test_predictions_of_other_blocks_are_not_compared() -> None:
+    a = replay(GRADIENTS, ["h2o"], ratios=["0.5"], layers=list(range(30)))
+    b = scaled(a, "cells", "predicted_kl", 0.5)
+    assert any(m["metric"] == "predicted_kl" for g in diff(a, b, tokens=0).groups for m in g["metrics"])
+    tables = dict(b.tables)
+    for name in ("cells", "layers", "rows"):
+        place = tables[name].column_names.index("predicted_kl_block")
+        column = pa.array([8] * tables[name].num_rows, type=pa.int64())
+        tables[name] = tables[name].set_column(place, "predicted_kl_block", column)
+    found = diff(a, Result(b.manifest, tables, [], b.schema), tokens=0)
+    assert not any(m["metric"].startswith("predicted_kl") and m["a"] for g in found.groups for m in g["metrics"])
+    assert found.findings[0].startswith("predicted_kl is not compared where its gradients were cut into blocks")
+    assert found.worse
+
+
+def test_infinity_is_no_number() -> None:
+    a = tiny()
+    (row, *_) = where(a, "rows", policy="h2o")
+    endless = with_value(a, "rows", "output_error", row, math.inf)
+    assert diff(a, endless, tokens=0).groups[0]["lost"] == ["output_error"]
+    assert diff(endless, scaled(endless, "rows", "output_error", 5.0), tokens=0).worse

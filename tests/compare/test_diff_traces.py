@@ -155,6 +155,19 @@ def test_the_bound_grows_with_the_layers_before(plain: Trace, tmp_path: Path, la
         assert diff_traces(plain, write(tmp_path / f"{part}-c.zarr", plant=plant), relative=1e-7).parted is True
 
 
+@pytest.mark.parametrize("huge", ["both", "a", "b"])
+def test_a_few_huge_rows_hide_nothing_of_the_others(huge: str) -> None:
+    x = torch.randn(50, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y = x.clone()
+    y[4] *= 0.5
+    plain = float(deviations(x, y)[4])
+    for side in (x, y):
+        if huge == "both" or side is {"a": x, "b": y}[huge]:
+            side[20] *= 1e7
+    assert float(deviations(x, y)[4]) == pytest.approx(plain, rel=0.2)
+    assert plain > 0.3
+
+
 def test_a_row_that_nearly_cancels_is_measured_against_its_head() -> None:
     x = torch.randn(50, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x[7] *= 1e-9
