@@ -228,9 +228,12 @@ def test_metrics_that_share_a_name_or_a_column_are_not_asked_for_together(
 @pytest.mark.parametrize("trace", ["tiny-gqa", "smollm2-gradients"])
 def test_every_column_that_replay_writes_is_taken(trace: str) -> None:
     known = taken()
-    budget = {"budgets": [40], "schedules": ["every:8"]} if trace == "tiny-gqa" else {"ratios": ["0.5"]}
+    budget: dict[str, Any] = {"budgets": [40], "schedules": ["every:8"]}
+    if trace == "smollm2-gradients":
+        budget = {"ratios": ["0.5"], "decompose": True, "samples": 2, "horizon": 8, "token_shares": True}
     path = TINY.with_name(f"{trace}.zarr")
-    result = replay(path, ["jacap", "snapkv"], layers=[0], sinks=1, window=8, telemetry=True, **budget)  # type: ignore[arg-type]
+    result = replay(path, ["jacap", "snapkv"], layers=[0], sinks=1, window=8, telemetry=True, **budget)
+    assert trace == "tiny-gqa" or {"decomposition", "ladder", "token_shares", "telemetry"} <= set(result.tables)
     for name, table in result.tables.items():
         free = [c for c in table.column_names if c not in known and not c.startswith(FAMILIES)]
         assert free == [], name
