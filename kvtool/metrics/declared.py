@@ -80,7 +80,7 @@ def _fault_of_column(column: Column) -> str | None:
         return f"has column {column.name} at level {column.level!r}: one of {', '.join(LEVELS)}"
     if column.direction not in get_args(Direction):
         return f"has column {column.name} with direction {column.direction!r}: one of {', '.join(get_args(Direction))}"
-    if not all(isinstance(words, str) and words.isprintable() and words.strip() for words in (column.unit, column.meaning)):
+    if not all(isinstance(said, str) and said.isprintable() and said.strip() for said in (column.unit, column.meaning)):
         return f"has column {column.name} without a unit or a meaning"
     if not isinstance(column.share, bool):
         return f"has column {column.name} with share {column.share!r}: True or False"
