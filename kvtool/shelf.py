@@ -164,9 +164,10 @@ def _from_file(path: Path, class_name: str, noun: str) -> type:
     found = getattr(module, class_name, None)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         raise KvtoolError(code, f"{path} holds no {noun} dataclass {class_name!r}")
-    elsewhere = sys.modules.get(found.__module__)
-    if elsewhere is not module and getattr(elsewhere, found.__name__, None) is found:
-        source_digest(found)  # the file only imports it
+    cls: type = found
+    elsewhere = sys.modules.get(cls.__module__)
+    if elsewhere is not module and getattr(elsewhere, cls.__name__, None) is cls:
+        source_digest(cls)  # the file only imports it
     else:
-        remember_source(found, source)
-    return found
+        remember_source(cls, source)
+    return cls
