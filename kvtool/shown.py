@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import TypeVar
 
@@ -24,11 +25,13 @@ def copied(value: T) -> T:
     elif isinstance(value, list):
         found = [copied(one) for one in value]
     elif isinstance(value, tuple):
-        found = tuple(copied(one) for one in value)
+        parts = [copied(one) for one in value]
+        found = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found = object.__new__(type(value))
-        for name, one in vars(value).items():  # a frozen one too
-            object.__setattr__(found, name, copied(one))
+        found = copy.copy(value)
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        for name in {*names, *getattr(value, "__dict__", ())}:  # of a frozen one too
+            object.__setattr__(found, name, copied(getattr(value, name)))
     return found  # type: ignore[return-value]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, get_args
 
 from kvtool.metrics.ages import AGE_COLUMNS
@@ -26,6 +27,7 @@ LIVE = (
 FAMILIES = ("predicted_kl", "mean_layer_error", "mean_output_error", "measured_", "closed_", "answer_")
 
 
+@cache
 def taken() -> dict[str, str]:
     """Column name -> what has it already."""
     found = dict.fromkeys((*KINDS, *COUNTS, *OTHERS, *LIVE), "a column of kvtool's tables")
