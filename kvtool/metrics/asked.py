@@ -103,7 +103,7 @@ class Asked(Metric):
     def _stored(self, name: object, value: Tensor, place: str) -> Tensor:
         """A copy that NumPy can write, since the metric may use the same memory for the next layer."""
         if not isinstance(name, str) or "/" in name or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
-            raise self._broken(f"stores {name!r}: a name is text without /", place)
+            raise self._broken(f"stores {name!r}: a name is text without /, of at most {LONGEST_NAME} letters", place)
         with self._blamed(f"storing {name}, {place}"):
             if value.dtype not in STORABLE or value.layout != torch.strided or value.is_meta:
                 odd = value.dtype if value.layout == torch.strided else value.layout

@@ -207,7 +207,7 @@ WRONG = [
     ),
     ('"worst_tokens": heads', '"a\\0b": heads, "worst_tokens": heads', "stores 'a\\x00b'"),
     ('"worst_tokens": heads', '"\\ud800": heads, "worst_tokens": heads', "stores '\\ud800'"),
-    ('"worst_tokens": heads', '"n" * 101: heads, "worst_tokens": heads', "a name is text without /"),
+    ('"worst_tokens": heads', '"n" * 101: heads, "worst_tokens": heads', "of at most 100 letters"),
     ('"layers_seen": len(partials)', '"layers_seen": 10**400', "int too large to convert to float"),
     (
         "    def combine",
