@@ -24,6 +24,7 @@ SCHEMA, LIVE, ABLATE = "kvtool.replay/1", "kvtool.live/1", "kvtool.ablate/1"
 TABLES = ("cells", "layers", "rows", "ages", "evict_steps")
 # Only where they were asked for, where a trace names rows, or where a schedule repeats.
 OPTIONAL = ("token_shares", "decomposition", "ladder", "landmarks", "timeline", "events", "cache", "telemetry")
+MEASURED = ("cells", "layers", "rows")  # where the columns of metrics stand
 PARQUET_ONLY = ("evict_steps", "cache")  # long lists, left out of the JSON document
 # What a result of each kind holds.
 SCHEMAS = {
@@ -74,8 +75,9 @@ def table_of(name: str, entries: Iterable[Mapping[str, Any]], numbers: Collectio
     """Entries as the Arrow table `name`: key and place columns typed, the others as their values say.
 
     Args:
-        numbers: columns that are float64 whatever they are called.
+        numbers: columns of cells, layers and rows that are float64 whatever they are called.
     """
+    numbers = numbers if name in MEASURED else ()  # elsewhere the name is another column's
     entries = [{key: _plain(value) for key, value in entry.items()} for entry in entries]
     fixed = OWN[name] if name in OWN else {**KEY, **PLACE[name]}
     others = list(dict.fromkeys(key for entry in entries for key in entry if key not in fixed))
@@ -84,6 +86,8 @@ def table_of(name: str, entries: Iterable[Mapping[str, Any]], numbers: Collectio
     }
     for key in others:
         values = [entry.get(key) for entry in entries]
+        if key in numbers:  # Arrow refuses whole numbers that float64 rounds
+            values = [None if value is None else float(value) for value in values]
         columns[key] = pa.array(values, type=_kind(key, values, numbers))
     return pa.table(columns)
 

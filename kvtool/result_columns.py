@@ -113,3 +113,28 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("queries", "pool", "kept", "samples", "undefined_samples"), "int32"),
     **dict.fromkeys(("rows", "first_lost", "prompt_length", "oldest_row"), "int32"),
 }
+
+
+def _decomposed() -> tuple[str, ...]:
+    """What the tables `decomposition` and `ladder` measure, beside what KINDS has of them."""
+    terms = ("selection", "taylor", "diagonal")
+    pairs = [f"cross_{one}_{other}" for index, one in enumerate(terms) for other in terms[index + 1 :]]
+    found = ["center", "covariance", "tangent_signal", "identity_residual", "tangent_residual", "capacity_objective"]
+    found += [f"e_{name}" for name in (*terms, "diagonal_unshared", "total")] + pairs
+    found += [f"nats_{name}" for name in (*terms, "total", "signal", *pairs)]
+    found += [f"diagonal_cov_error_{kind}" for kind in ("competition", "response", "centred")]
+    capacities = ("full", "competition", "response", "centred", "gauss", "mc", "mc_se")
+    for noise in ("unit", "scaled"):
+        found += [f"capacity_{name}_{noise}" for name in capacities]
+        found += [f"{name}_{noise}" for name in ("sigma2", "shape_gap", "taylor_capacity_gap")]
+    means = ["output_energy", "ladder_total", "capacity_best"]
+    means += [f"damage_{rung}" for rung in ("one", "diag", "full", "ren", "lin", "best")]
+    steps = ("selection", "diagonal", "renormalisation", "information", "linearity")
+    means += [f"ladder_{step}" for step in steps]
+    selectors = ("one_shot", "two_pass", "greedy")
+    means += [f"{what}_gap_{name}" for what in ("capacity", "damage") for name in selectors]
+    means += [f"damage_gap_capacity_{name}" for name in ("two_pass", "greedy", "exhaustive")]
+    return (*found, *(name + end for name in means for end in ("", "_low", "_high")))
+
+
+DECOMPOSED: tuple[str, ...] = _decomposed()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
-import importlib.util
 import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvtool import plugins
 from kvtool.errors import KvtoolError
+from kvtool.manifest import parameters, remember_source, source_digest
 from kvtool.registry import Spec, configure, did_you_mean
 
 
@@ -87,6 +89,7 @@ class Shelf:
             if not isinstance(found, type) or not issubclass(found, base):
                 what = f"leads to {plugin.value}, which is no subclass of {_public(base)}"
                 raise plugins.broken(plugin, self.noun, what)
+            source_digest(found)  # of what was loaded just now
             return found
         known = did_you_mean(name, sorted(self.names()))
         known += "; plug-ins are switched off" if plugins.disabled() else ""
@@ -96,21 +99,33 @@ class Shelf:
         """An instance of what `spec` names, with its parameters.
 
         Raises:
-            KvtoolError: as `load` and `configure`; a plug-in that fails otherwise is `plugin-broken`.
+            KvtoolError: as `load` and `configure`; a plug-in that fails otherwise is `plugin-broken`, a file's class
+                `policy-broken` (or `metric-broken`), and so is a parameter that no manifest can hold.
         """
         cls = self.load(spec.name, base, own=own)
         try:
             made = configure(cls, spec, self.noun)
         except KvtoolError:
             raise
-        except Exception as error:
-            if spec.name not in self.plugins:
+        except (Exception, SystemExit) as error:
+            if spec.name in self.table:
                 raise
             what = f"cannot be made: {type(error).__name__}: {error}"
-            raise plugins.broken(self.plugins[spec.name][0], self.noun, what) from error
+            if spec.name in self.plugins:
+                raise plugins.broken(self.plugins[spec.name][0], self.noun, what) from error
+            raise self._broken(spec.name, what) from error
         if not isinstance(made, base):
             raise KvtoolError(f"{self.noun}-unknown", f"{spec.name} is not a subclass of {_public(base)}")
+        try:
+            parameters(made)
+        except TypeError as error:
+            raise self._broken(spec.name, f"cannot be used: {error}") from error
         return made
+
+    def _broken(self, name: str, what: str) -> KvtoolError:
+        package = self.package(name)
+        of = "" if package is None else f" of package {package['name']} {package['version']}"
+        return KvtoolError(f"{self.noun}-broken", f"{self.noun} {name}{of} {' '.join(what.split())}")
 
 
 def _public(base: type) -> str:
@@ -131,16 +146,28 @@ def _from_file(path: Path, class_name: str, noun: str) -> type:
         raise KvtoolError(code, f"{path} needs a class behind it", f"write {path}:ClassName")
     if not path.is_file():
         raise KvtoolError("file-missing", f"{path} does not exist")
-    module_spec = importlib.util.spec_from_file_location(f"kvtool_file_{path.stem}", path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look their module up there
     try:
-        module_spec.loader.exec_module(module)
+        source = path.read_bytes()
+    except OSError as error:
+        raise KvtoolError("file-missing", f"{path} cannot be read: {error.strerror}") from error
+    # One module per file and content: two files of one name, or a file before and after an edit, are two modules.
+    place = hashlib.sha256(f"{noun} {path.resolve()} ".encode(errors="surrogateescape") + source)
+    module = types.ModuleType(f"kvtool_file_{place.hexdigest()}")
+    module.__file__ = str(path.resolve())
+    sys.modules[module.__name__] = module  # dataclasses look their module up there
+    try:
+        # The very bytes whose digest is kept are run: an import would read again, or take an older compiled file.
+        exec(compile(source, module.__file__, "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
+        sys.modules.pop(module.__name__, None)
         raise KvtoolError(code, f"{path} failed to load: {type(error).__name__}: {error}") from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         raise KvtoolError(code, f"{path} holds no {noun} dataclass {class_name!r}")
-    return found
+    cls: type = found
+    elsewhere = sys.modules.get(cls.__module__)
+    if elsewhere is not module and getattr(elsewhere, cls.__name__, None) is cls:
+        source_digest(cls)  # the file only imports it
+    else:
+        remember_source(cls, source)
+    return cls

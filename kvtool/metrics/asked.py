@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from kvtool.metrics.step_errors import StepErrors
 from kvtool.metrics.table import BUILT_IN, SHELF, metric_from_text
 from kvtool.registry import split_spec
 from kvtool.retained import RetainedSet
+from kvtool.shown import copied, unchanged
 
+T = TypeVar("T")
+LONGEST_NAME = 100  # of a stored tensor
 NUMBERS = (torch.float32, torch.float64, torch.int32, torch.int64)
 STORABLE = (*NUMBERS, torch.float16, torch.int16, torch.int8, torch.uint8, torch.bool)
 
@@ -82,62 +85,83 @@ class Asked(Metric):
 
     def partial(self, errors: StepErrors, geometry: Geometry, retained: RetainedSet) -> dict[str, Tensor]:
         place = f"layer {geometry.layer}"
-        looked_at = (errors, retained, *retained.events)
-        shown = [value for one in looked_at for value in vars(one).values() if isinstance(value, Tensor)]
-        before = [tensor._version for tensor in shown]
-        with self._blamed(place):
-            found: object = self.metric.partial(errors, geometry, retained)
-        if [tensor._version for tensor in shown] != before:
-            raise self._broken("changed what it was shown: work on a copy", place)
+        with self._kept_whole(place, (errors, geometry, retained)) as shown:
+            found: object = self.metric.partial(*shown)
         if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
             raise self._broken("gave a partial that is no dictionary of tensors", place)
-        for name, value in found.items():
-            if not isinstance(name, str) or "/" in name or not name:
-                raise self._broken(f"stores {name!r}: a name is text without /", place)
-            if value.dtype not in STORABLE or value.layout != torch.strided:
-                raise self._broken(f"stores {name} as {value.dtype}, which cannot be kept", place)
+        stored = {name: self._stored(name, value, place) for name, value in found.items()}
         wanted: list[tuple[str, tuple[int, ...]]] = [(name, (geometry.query_heads,)) for name in self.names("head")]
         wanted += [(name, ()) for name in self.names("layer")]
         for name, shape in wanted:
-            if name not in found:
+            if name not in stored:
                 raise self._broken(f"gave a partial without its column {name}", place)
-            if tuple(found[name].shape) != shape or found[name].dtype not in NUMBERS:
-                said = f"{[*found[name].shape]} {found[name].dtype}".replace("torch.", "")
+            if tuple(stored[name].shape) != shape or stored[name].dtype not in NUMBERS:
+                said = f"{[*stored[name].shape]} {stored[name].dtype}".replace("torch.", "")
                 raise self._broken(f"gave {name} as {said}, expected {[*shape]} of numbers", place)
-        return {name: value.detach().to("cpu").contiguous() for name, value in found.items()}
+        return stored
+
+    def _stored(self, name: object, value: Tensor, place: str) -> Tensor:
+        """A copy that NumPy can write, since the metric may use the same memory for the next layer."""
+        if not isinstance(name, str) or "/" in name or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
+            raise self._broken(f"stores {name!r}: a name is text without /, of at most {LONGEST_NAME} letters", place)
+        with self._blamed(f"storing {name}, {place}"):
+            if value.dtype not in STORABLE or value.layout != torch.strided or value.is_meta:
+                odd = value.dtype if value.layout == torch.strided else value.layout
+                kind = "a tensor without data" if value.is_meta else odd
+                raise self._broken(f"stores {name} as {kind}, which cannot be kept", place)
+            return torch.from_numpy(value.detach().cpu().resolve_neg().numpy().copy())
 
     def combine(self, partials: Sequence[dict[str, Tensor]]) -> dict[str, Number]:
-        with self._blamed("layers put together"):
-            found: object = self.metric.combine(partials)
-        return self._numbers(found, "combine", "layers put together")
+        place = "layers put together"
+        with self._kept_whole(place, list(partials)) as shown:
+            found: object = self.metric.combine(shown)
+        return self._numbers(found, "combine", place)
 
     def shares(self, partials: Sequence[dict[str, Tensor]]) -> dict[str, list[Tensor]]:
         place = "shares of layers"
-        with self._blamed(place):
-            found: object = self.metric.shares(partials)
+        with self._kept_whole(place, list(partials)) as shown:
+            found: object = self.metric.shares(shown)
         wanted = self.names("head", share=True)
-        if not isinstance(found, dict) or sorted(found) != sorted(wanted):
+        if not isinstance(found, dict) or not _are(found, wanted):
             raise self._broken(f"shares out {_listed(found)}, expected {_listed(wanted)}", place)
         for name, layers in found.items():
             sound = isinstance(layers, list | tuple) and len(layers) == len(partials)
             if not sound or not all(isinstance(v, Tensor) and v.ndim == 1 and v.dtype in NUMBERS for v in layers):
                 raise self._broken(f"shares out {name} as something other than one [H] per layer", place)
-        return {name: [values.detach().to(torch.float64) for values in layers] for name, layers in found.items()}
+        return {name: [self._stored(name, v, place).double() for v in layers] for name, layers in found.items()}
+
+    def expect_heads(self, shares: dict[str, list[Tensor]], heads: Sequence[int]) -> None:
+        """Refuse `shares` that have not one value per query head, `heads` of each layer."""
+        for name, layers in shares.items():
+            if (said := [len(values) for values in layers]) != list(heads):
+                raise self._broken(f"shares out {name} as {said} numbers, expected {list(heads)}", "shares of layers")
 
     def average(self, cells: Sequence[dict[str, Number]]) -> dict[str, Number]:
-        with self._blamed("mean over sequences"):
-            found: object = self.metric.average(cells)
-        return self._numbers(found, "average", "mean over sequences")
+        place = "mean over sequences"
+        with self._kept_whole(place, list(cells)) as shown:
+            found: object = self.metric.average(shown)
+        return self._numbers(found, "average", place)
 
     def _numbers(self, found: object, what: str, place: str) -> dict[str, Number]:
         """Exactly the cell columns, as numbers or None."""
         wanted = self.names("cell")
-        if not isinstance(found, dict) or sorted(map(str, found)) != sorted(wanted):
+        if not isinstance(found, dict) or not _are(found, wanted):
             raise self._broken(f"gave {_listed(found)} from {what}, expected {_listed(wanted)}", place)
         for name, value in found.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise self._broken(f"gave {name} from {what} as {type(value).__name__}, expected a number", place)
-        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in found.items()}
+        with self._blamed(f"numbers from {what}, {place}"):  # a whole number may be more than a float holds
+            known = {name: None if value is None else float(value) for name, value in found.items()}
+        return {name: None if value is None or math.isnan(value) else value for name, value in known.items()}
+
+    @contextlib.contextmanager
+    def _kept_whole(self, place: str, values: T) -> Iterator[T]:
+        """A copy for the metric to look at; what it did to it is refused, and reaches nobody else."""
+        shown = copied(values)
+        with self._blamed(place):
+            yield shown
+        if not unchanged(shown, values):
+            raise self._broken("changed what it was shown: work on a copy", place)
 
     @contextlib.contextmanager
     def _blamed(self, place: str) -> Iterator[None]:
@@ -146,11 +170,15 @@ class Asked(Metric):
         except KvtoolError:
             raise
         except (Exception, SystemExit) as error:
-            words = " ".join(str(error).split())
-            raise self._broken(f"failed: {type(error).__name__}: {words}", place) from error
+            raise self._broken(f"failed: {type(error).__name__}: {error}", place) from error
 
     def _broken(self, what: str, place: str) -> KvtoolError:
-        return KvtoolError("metric-broken", f"{self.who} {what} ({place})")
+        return KvtoolError("metric-broken", f"{self.who} {' '.join(what.split())} ({place})")
+
+
+def _are(found: dict[Any, Any], wanted: list[str]) -> bool:
+    """Whether these are the names, and text."""
+    return all(isinstance(name, str) for name in found) and sorted(found) == sorted(wanted)
 
 
 def _listed(found: object) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, get_args
 
 from kvtool.metrics.ages import AGE_COLUMNS
 from kvtool.metrics.metric import Column, Direction, Level, Metric
 from kvtool.metrics.table import BUILT_IN, built_in_metrics, columns
-from kvtool.result_columns import COUNTS, KEY, KINDS, OWN, PLACE
+from kvtool.result_columns import COUNTS, DECOMPOSED, KEY, KINDS, OWN, PLACE
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 STORED = ("counts", "timeline")  # what replay itself stores beside the metrics
@@ -26,11 +27,12 @@ LIVE = (
 FAMILIES = ("predicted_kl", "mean_layer_error", "mean_output_error", "measured_", "closed_", "answer_")
 
 
+@cache
 def taken() -> dict[str, str]:
     """Column name -> what has it already."""
     found = dict.fromkeys((*KINDS, *COUNTS, *OTHERS, *LIVE), "a column of kvtool's tables")
     elsewhere = (name for place in (*PLACE.values(), *OWN.values()) for name in place)
-    found |= dict.fromkeys(elsewhere, "a column of another table")
+    found |= dict.fromkeys((*elsewhere, *DECOMPOSED), "a column of another table")
     found |= dict.fromkeys((column.name for column in AGE_COLUMNS), "a column of the table `ages`")
     found |= {column.name: "a column of a built-in metric" for column in columns()}
     return found | dict.fromkeys(KEY, "a key column of every table")
@@ -42,7 +44,10 @@ def fault_of(metric: Any, *, built_in: bool = False) -> str | None:
     Args:
         built_in: the metric is kvtool's own, so its columns are taken by itself.
     """
-    name, version, declared = (getattr(metric, field, None) for field in ("name", "version", "columns"))
+    try:  # properties, where they depend on the parameters
+        name, version, declared = (getattr(metric, field, None) for field in ("name", "version", "columns"))
+    except (Exception, SystemExit) as error:
+        return f"does not say its name, version and columns: {type(error).__name__}: {error}"
     if not isinstance(name, str) or not NAME.fullmatch(name):
         return f"has the name {name!r}: lower-case letters, digits and _ only"
     if not built_in and (name in BUILT_IN or name in STORED):
@@ -52,6 +57,8 @@ def fault_of(metric: Any, *, built_in: bool = False) -> str | None:
     if not isinstance(declared, tuple) or not declared or not all(isinstance(c, Column) for c in declared):
         return "declares no columns: a tuple of kvtool.metrics.Column"
     known = {} if built_in else taken()
+    if not built_in and (name in known or name.startswith(FAMILIES)):
+        return f"calls itself {name}, which is {known.get(name, 'of a family that kvtool has')}"
     for column in declared:
         if (fault := _fault_of_column(column)) is not None:
             return fault
@@ -75,13 +82,15 @@ def _fault_of_column(column: Column) -> str | None:
         return f"has column {column.name} at level {column.level!r}: one of {', '.join(LEVELS)}"
     if column.direction not in get_args(Direction):
         return f"has column {column.name} with direction {column.direction!r}: one of {', '.join(get_args(Direction))}"
-    if not column.unit or not column.meaning:
+    if not all(isinstance(said, str) and said.isprintable() and said.strip() for said in (column.unit, column.meaning)):
         return f"has column {column.name} without a unit or a meaning"
+    if not isinstance(column.share, bool):
+        return f"has column {column.name} with share {column.share!r}: True or False"
     return None
 
 
 def clash_of(metrics: Iterable[tuple[str, Metric]]) -> str | None:
-    """A sentence where two of these (who, metric) share a name or a column, or None."""
+    """A sentence where two of these (who, metric) share a name or a column, or one is called as the other's column."""
     names: dict[str, str] = {}
     owners: dict[str, str] = {}
     for who, metric in metrics:
@@ -92,6 +101,9 @@ def clash_of(metrics: Iterable[tuple[str, Metric]]) -> str | None:
             if name in owners:
                 return f"{who} and {owners[name]} both have a column {name}"
             owners[name] = who
+    for name, who in names.items():
+        if owners.get(name, who) != who:
+            return f"{who} is called as a column of {owners[name]}, {name}"
     return None
 
 

@@ -72,6 +72,6 @@ def trial(asked: Asked) -> None:
             retained = one_event(layer, 16, 6, seed=index)
             (errors,) = measured(layer, [retained], 16)
             partials.append(asked.partial(errors, layer.geometry, retained))
-        asked.shares(partials)
+        asked.expect_heads(asked.shares(partials), [layer.geometry.query_heads] * len(partials))
         cells.append(asked.combine(partials))
     asked.average(cells)

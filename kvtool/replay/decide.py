@@ -1,8 +1,7 @@
 """Decide: from a policy's scores to retained sets, event after event.
 
-A `Track` is the cache of one layer under one policy and budget, moved through the steps of the sequence by a
-schedule: append, and where an event is due protect, score the rest, fill the budget, go on. It is causal: at
-step t it has read nothing at or behind t.
+A `Track` is the cache of one layer under one policy and budget, moved through the sequence by a schedule: append, and
+where an event is due protect, score the rest, fill the budget, go on. At step t it has read nothing at or behind t.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvtool.allocator import Allocator, Uniform
 from kvtool.budget import Budget
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
-from kvtool.replay.ask import observed, protection_of, started
+from kvtool.replay.ask import observed, protection_of, sheltering, started
 from kvtool.replay.choose import Answer, Choice, First, choose, filled, newest, score_caches, untouched
 from kvtool.replay.telemetry import TensorBytes, compact
 from kvtool.retained import Event, RetainedSet
@@ -170,7 +169,8 @@ class Track:
             if skipped:
                 self._leave_whole(event)
             else:
-                self._evict_before(event)
+                with sheltering(self._label, self._policy, self._layer):
+                    self._evict_before(event)
                 live = [int((mine[oldest:step] == never).sum()) for mine in retained]
 
     def _rows(self, since: int, until: int) -> list[Tensor]:

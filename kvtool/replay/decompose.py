@@ -15,7 +15,7 @@ from kvtool.layer import Layer
 from kvtool.metrics import nullable
 from kvtool.policies import Policy
 from kvtool.policies.objective import Objective
-from kvtool.replay.ask import blaming
+from kvtool.replay.ask import blaming, sheltering
 from kvtool.replay.plan import Plan
 from kvtool.replay.sub_caches import Choice, choices, drawn, ladder_entries
 from kvtool.retained import Event, RetainedSet
@@ -64,7 +64,8 @@ def decompose_unit(
             if not policy.skips(donor.geometry):
                 say(f"calling {label} on sub-caches")
                 view = view_of(donor, event, donor.query_steps[donor.query_steps >= step] if policy.oracle else None)
-                chosen[label] = choices(label, policy, donor, view, small, asked.keep)
+                with sheltering(label, policy, donor):
+                    chosen[label] = choices(label, policy, donor, view, small, asked.keep)
     key = {"sequence": sequence, "schedule": str(plan.schedules[0]), "evaluate": plan.evaluate, "event": step}
     key["layer"] = layer.geometry.layer
     group = layer.geometry.group
@@ -98,7 +99,7 @@ def own_centre(label: str, policy: Policy, layer: Layer, view: View) -> Centre |
     """The policy's own centre, None where it expects no queries or leaves the layer alone."""
     if policy.skips(layer.geometry):
         return None
-    with blaming(label, layer, view):
+    with sheltering(label, policy, layer), blaming(label, policy, layer, view):
         found = policy.query_statistics(view)
     return None if found is None else Centre.of_policy(found, layer)
 
@@ -107,7 +108,7 @@ def own_objective(label: str, policy: Policy, layer: Layer, view: View) -> Objec
     """What the policy means to maximise over the candidates."""
     if policy.skips(layer.geometry):
         return None
-    with blaming(label, layer, view):
+    with sheltering(label, policy, layer), blaming(label, policy, layer, view):
         return policy.objective(view)
 
 

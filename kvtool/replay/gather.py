@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtool.manifest import environment
-from kvtool.metrics import PredictedKL, in_sequence
+from kvtool.metrics import Asked, PredictedKL, in_sequence
 from kvtool.replay.coverage import Coverage, Coverages, over_sequences
 from kvtool.replay.notes import sentences
 from kvtool.replay.parts import OPTIONAL, TABLES, Part, Partial
@@ -111,6 +111,8 @@ def _share_out(
     """Append the shares of these layers; nothing is known where they are not all of the sequence's (not `whole`)."""
     for name, metric in plan.metrics.items():
         shares = metric.shares([partial[name] for partial in partials])
+        if isinstance(metric, Asked):
+            metric.expect_heads(shares, [partial["output_error"]["output_error"].numel() for partial in partials])
         for column, per_layer in shares.items():
             for one, heads in zip(into, per_layer, strict=True):
                 known = heads if whole else torch.full_like(heads, math.nan)
@@ -119,7 +121,7 @@ def _share_out(
 
 
 def _defined(values: Tensor) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values.reshape(-1).tolist()]
+    return [value if math.isfinite(value) else None for value in values.reshape(-1).tolist()]
 
 
 def cell_entries(plan: Plan, work: Work, parts: list[Part], covered: Coverages) -> list[dict[str, Any]]:

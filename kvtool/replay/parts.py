@@ -37,7 +37,7 @@ class Part:
         partials: what each metric stored, per cell.
         notes: what the user should know, as `kvtool.replay.notes` writes and reads them.
         spans: what each metric stored of the steps from one event to the next, per cell by the event's step.
-        numbers: columns that are float64 whatever they are called.
+        numbers: columns of cells, layers and rows that are float64 whatever they are called.
     """
 
     tables: dict[str, Any]

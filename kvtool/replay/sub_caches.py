@@ -68,7 +68,7 @@ def choices(label: str, policy: Policy, donor: Layer, view: View, rows: Tensor, 
         shield = protection_of(label, policy, donor, small, keep)
         scores = refined_scores(label, policy, donor, small, scores, allowed, shield)
         kept = cut(ranked(label, scores, small, shield), allowed).keep
-        with blaming(label, donor, small):
+        with blaming(label, policy, donor, small):
             objective = policy.objective(small)
         found.append(Choice(kept.nonzero()[:, 1].view(tokens.shape[0], keep), objective))
     return found

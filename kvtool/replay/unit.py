@@ -110,7 +110,8 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
         wide = plan.calibrated(sequence.layer(layer_id, dtype=torch.float64))
         wide_donor = wide if donor is layer else plan.calibrated(donor_of(sequence, wide))
         tables |= decompose_unit(sequence.index, wide, wide_donor, plan, step, decided, say)
-    return Part(tables, partials, notes, spans, plan.numbers)
+    diagnosed = {name: None for retained in decided for event in retained.events for name in event.diagnostics}
+    return Part(tables, partials, notes, spans, (*plan.numbers, *diagnosed))
 
 
 def told_apart(schedule: Schedule, retained: RetainedSet, layer: Layer) -> list[tuple[int, int]]:

@@ -170,10 +170,10 @@ def _stored(partials: list[Partial]) -> list[Partial]:
     found = []
     for partial in partials:
         buffer = io.BytesIO()
-        np.savez(buffer, **{name: value.numpy() for name, value in partial.items()})  # type: ignore[arg-type]
+        np.savez(buffer, **{f"0/{name}": value.numpy() for name, value in partial.items()})  # type: ignore[arg-type]
         buffer.seek(0)
         with np.load(buffer, allow_pickle=False) as archive:
-            found.append({name: torch.from_numpy(archive[name]) for name in archive.files})
+            found.append({name[2:]: torch.from_numpy(archive[name]) for name in archive.files})
     return found
 
 

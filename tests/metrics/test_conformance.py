@@ -70,6 +70,25 @@ class Writes(Good):
         return super().partial(errors, geometry, retained)
 
 
+class WritesThroughNumPy(Good):
+    def partial(self, errors, geometry, retained):
+        retained.evict_step.numpy()[:] = 3
+        return super().partial(errors, geometry, retained)
+
+
+class ClearsEvents(Good):
+    def partial(self, errors, geometry, retained):
+        retained.events.clear()
+        return super().partial(errors, geometry, retained)
+
+
+class SortsPartials(Good):
+    def combine(self, partials):
+        for partial in partials:
+            partial["mean_error"].numpy().sort()
+        return super().combine(partials)
+
+
 class NeedsGradients(Good):
     def partial(self, errors, geometry, retained):
         errors.gradient_dot.sum()
@@ -166,6 +185,9 @@ BROKEN = {
     Random: "gives other numbers when it is asked again",
     Remembers: "asked",
     Writes: "changed what it was shown",
+    WritesThroughNumPy: "changed what it was shown",
+    ClearsEvents: "changed what it was shown",
+    SortsPartials: "changed what it was shown",
     NeedsGradients: "no output projection and no gradients",
     NeedsAProjection: "no output projection and no gradients",
     NeedsOneEvent: "nothing evicted and no event",

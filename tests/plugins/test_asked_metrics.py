@@ -19,7 +19,7 @@ from kvtool.metrics.declared import FAMILIES, taken
 from kvtool.replay import replay
 from kvtool.report.summary import sections
 from kvtool.report.terminal import replay_table
-from kvtool.result import Result
+from kvtool.result import Result, table_of
 
 TINY = Path(__file__).resolve().parents[2] / "sample_traces" / "tiny-gqa.zarr"
 CUT: dict[str, Any] = {"ratios": ["0.5"], "layers": [0, 5], "sinks": 1, "window": 8}
@@ -167,6 +167,69 @@ WRONG = [
     ('"worst_tokens": heads', '"worst_tokens": heads, "a/b": heads', "stores 'a/b'"),
     ('"worst_tokens": heads', '"worst_tokens": heads.tolist()', "no dictionary of tensors"),
     ("errors.squared_error / errors", "errors.squared_error.mul_(2) / errors", "changed what it was shown"),
+    *(
+        (
+            '        return {"worst_tokens"',
+            f'        {change}\n        return {{"worst_tokens"',
+            "changed what it was shown",
+        )
+        for change in (
+            "retained.evict_step.numpy()[:] = 0",
+            "errors.mass.numpy()[:] = 0",
+            "errors.future_mass.numpy()[:] = 0",
+            "geometry.rotation.inv_freq.numpy()[:] = 0",
+            "retained.events[0].ties.numpy()[:] += 1",
+            "retained.events[0].diagnostics['mine'] = heads",
+            "retained.events.clear()",
+            "retained.evict_step.resize_(1)",
+            "object.__setattr__(retained, 'events', [])",
+        )
+    ),
+    *(
+        (
+            '        return {"worst_cell"',
+            f'        {change}\n        return {{"worst_cell"',
+            "changed what it was shown",
+        )
+        for change in ("partials[0]['worst_layer'].numpy()[()] = 0", "partials[0]['new'] = None", "partials.reverse()")
+    ),
+    (
+        "    def combine",
+        "    def average(self, cells):\n        return {k: cells[0].pop(k) for k in list(cells[0])}\n\n    def combine",
+        "changed what it was shown",
+    ),
+    ('"worst_tokens": heads', '"worst_tokens": heads.to("meta")', "stores worst_tokens as a tensor without data"),
+    ('"worst_tokens": heads', '"worst_tokens": heads.to_sparse()', "stores worst_tokens as torch.sparse_coo, which"),
+    (
+        '"worst_tokens": heads',
+        '"odd": heads.as_subclass(type("Odd", (torch.Tensor,), {"cpu": None})), "worst_tokens": heads',
+        "'NoneType' object is not callable (storing odd, layer ",
+    ),
+    ('"worst_tokens": heads', '"a\\0b": heads, "worst_tokens": heads', "stores 'a\\x00b'"),
+    ('"worst_tokens": heads', '"\\ud800": heads, "worst_tokens": heads', "stores '\\ud800'"),
+    ('"worst_tokens": heads', '"n" * 101: heads, "worst_tokens": heads', "of at most 100 letters"),
+    ('"layers_seen": len(partials)', '"layers_seen": 10**400', "int too large to convert to float"),
+    (
+        "    def combine",
+        "    @property\n    def version(self):\n        1 / 0\n\n    def combine",
+        "does not say its name",
+    ),
+    ('"relative L2", "lower", "the worst step"', 'object(), "lower", "the worst step"', "without a unit"),
+    ('"relative L2", "lower", "the worst step"', '"L2", "lower", "worst\\nstep"', "without a unit or a meaning"),
+    ('"lower", "the worst step"', '"lower", "the worst step", share=1', "with share 1"),
+    ('"worst_tokens", "head"', '"center", "head"', "center, which is a column of another table"),
+    ('"worst_tokens", "head"', '"capacity_mc_unit", "head"', "a column of another table"),
+    ('name = "worst"', 'name = "mean_layer_error"', "calls itself mean_layer_error, which is a column of"),
+    ('name = "worst"', 'name = "kept"', "calls itself kept, which is a column of kvtool's tables"),
+    ('name = "worst"', 'name = "measured_worst"', "calls itself measured_worst, which is of a family"),
+    (
+        "    )\n\n    def partial",
+        '        Column("part", "head", "nats", "none", "a share", share=True),\n'
+        '        Column("part", "layer", "nats", "none", "a share", share=True),\n    )\n\n'
+        "    def shares(self, partials):\n        return {'part': [torch.zeros(3) for _ in partials]}\n\n"
+        "    def partial",
+        "shares out part as [3, 3] numbers, expected [4, 4]",
+    ),
     ('return {"worst_tokens"', 'raise RuntimeError("out of\\nluck")\n        return {"worst_tokens"', "out of luck"),
     (
         '"worst_cell": max(',
@@ -228,9 +291,12 @@ def test_metrics_that_share_a_name_or_a_column_are_not_asked_for_together(
 @pytest.mark.parametrize("trace", ["tiny-gqa", "smollm2-gradients"])
 def test_every_column_that_replay_writes_is_taken(trace: str) -> None:
     known = taken()
-    budget = {"budgets": [40], "schedules": ["every:8"]} if trace == "tiny-gqa" else {"ratios": ["0.5"]}
+    budget: dict[str, Any] = {"budgets": [40], "schedules": ["every:8"]}
+    if trace == "smollm2-gradients":
+        budget = {"ratios": ["0.5"], "decompose": True, "samples": 2, "horizon": 8, "token_shares": True}
     path = TINY.with_name(f"{trace}.zarr")
-    result = replay(path, ["jacap", "snapkv"], layers=[0], sinks=1, window=8, telemetry=True, **budget)  # type: ignore[arg-type]
+    result = replay(path, ["jacap", "snapkv"], layers=[0], sinks=1, window=8, telemetry=True, **budget)
+    assert trace == "tiny-gqa" or {"decomposition", "ladder", "token_shares", "telemetry"} <= set(result.tables)
     for name, table in result.tables.items():
         free = [c for c in table.column_names if c not in known and not c.startswith(FAMILIES)]
         assert free == [], name
@@ -280,3 +346,61 @@ def test_infinity_and_nan_are_null(own: Callable[[str], str]) -> None:
     assert {entry["worst_layer"] for entry in result.entries("layers")} == {None}
     assert {entry["worst_cell"] for entry in result.entries("cells")} == {None}
     assert all(math.isfinite(row["worst_tokens"]) for row in result.entries("rows"))
+
+
+def test_a_metric_that_writes_late_reaches_nobody(own: Callable[[str], str]) -> None:
+    plain = replay(TINY, ["knorm"], **CUT)
+    late = METRIC.replace(
+        'return {"worst_tokens"',
+        'if geometry.layer == 5:\n            retained.evict_step.numpy()[:] = 0\n        return {"worst_tokens"',
+    )
+    with pytest.raises(KvtoolError, match=r"changed what it was shown: work on a copy \(layer 5, sequence 0\)"):
+        replay(TINY, ["knorm"], metrics=[own(late)], **CUT)
+    again = replay(TINY, ["knorm"], **CUT)
+    assert again.tables["evict_steps"].equals(plain.tables["evict_steps"])
+
+
+def test_a_buffer_that_is_used_again_keeps_no_numbers_of_another_layer(own: Callable[[str, str], str]) -> None:
+    source = METRIC.replace("@dataclass", "BUFFER = torch.zeros(9, dtype=torch.float64)\n\n@dataclass")
+    again = source.replace(
+        'return {"worst_tokens": heads, "worst_layer": heads.max()}',
+        "mine = BUFFER[: len(heads)].copy_(heads)\n        BUFFER[8] = heads.max()\n        "
+        'return {"worst_tokens": mine, "odd": mine[::2].expand(3, -1), "worst_layer": BUFFER[8]}',
+    )
+    assert again.count("BUFFER") == 4
+    fine, reused = (
+        replay(TINY, ["knorm"], metrics=[own(text, name)], **CUT).tables
+        for name, text in (("fine", METRIC), ("reused", again))
+    )
+    assert reused["rows"]["worst_tokens"].equals(fine["rows"]["worst_tokens"])
+    assert reused["cells"]["worst_cell"].equals(fine["cells"]["worst_cell"])  # the worst layer is not the last one
+
+
+def test_whole_numbers_beyond_float64_are_rounded(own: Callable[[str], str], tmp_path: Path) -> None:
+    source = METRIC.replace('"worst_layer": heads.max()', '"worst_layer": torch.tensor(2**53 + 1)')
+    source = source.replace('"layers_seen": len(partials)', '"layers_seen": 2**60 + 1')
+    result = replay(TINY, ["knorm"], metrics=[own(source)], output=tmp_path / "out", **CUT)
+    assert {entry["worst_layer"] for entry in result.entries("layers")} == {2.0**53}
+    assert {entry["layers_seen"] for entry in result.entries("cells")} <= {2.0**60, None}
+
+
+def test_the_typing_of_a_column_is_for_its_own_tables(own: Callable[[str], str]) -> None:
+    entries = [{"worst_cell": "a word"}]
+    assert table_of("decomposition", entries, ("worst_cell",)).schema.field("worst_cell").type == pa.string()
+    result = replay(TINY, ["knorm"], metrics=[own(METRIC)], decompose=True, samples=0, horizon=4, **CUT)
+    assert result.tables["decomposition"].schema.field("center").type == pa.string()
+    assert result.tables["cells"].schema.field("layers_seen").type == pa.float64()
+
+
+def test_a_metric_called_as_another_ones_column_is_not_asked_for_beside_it(own: Callable[[str, str], str]) -> None:
+    other = METRIC.replace('name = "worst"', 'name = "worst_layer"')
+    for old in ("worst_tokens", "worst_cell", "layers_seen"):
+        other = other.replace(old, f"{old}_too")
+    other = other.replace('"worst_layer", "layer"', '"worst_layer_too", "layer"').replace(
+        '"worst_layer": heads', '"worst_layer_too": heads'
+    )
+    other = other.replace('p["worst_layer"]', 'p["worst_layer_too"]')
+    words = [own(METRIC, "one"), own(other, "other")]
+    with pytest.raises(KvtoolError, match=r"called as a column of metric .*one\.py:Worst, worst_layer"):
+        replay(TINY, ["knorm"], metrics=words, **CUT)
+    assert replay(TINY, ["knorm"], metrics=words[1:], **CUT).tables["cells"]

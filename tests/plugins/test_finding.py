@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import subprocess
 import sys
@@ -14,10 +16,12 @@ from made_up import METRIC, POLICY, Install
 from kvtool import plugins
 from kvtool.cli.main import run
 from kvtool.errors import KvtoolError
+from kvtool.manifest import source_digest
 from kvtool.metrics import describe_metrics, metric_from_text
 from kvtool.policies import ALL, BUILT_IN, describe_policies, policy_from_text
 from kvtool.replay import replay
 from kvtool.replay.serving import serving
+from kvtool.result import Result
 from kvtool.trace import open_trace
 
 TINY = Path(__file__).resolve().parents[2] / "sample_traces" / "tiny-gqa.zarr"
@@ -243,3 +247,89 @@ def test_help_looks_for_no_packages() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--no-plugins" in done.stdout
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sources(result: Result) -> dict[str, str]:
+    """Label -> digest of the source, of policies and metrics."""
+    said = result.manifest["replay"]
+    return {entry["label"]: entry["source"] for entry in (*said["policies"], *said["metrics"])}
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    words, wanted = {}, {}
+    for noun, source in (("p", POLICY), ("m", METRIC)):
+        for place in "ab":
+            name = "worst" if place == "a" else "worse"
+            text = source.replace("worst", name).replace("layers_seen", f"{name}_seen") + f"\nPLACE = {place!r}\n"
+            (tmp_path / place).mkdir(exist_ok=True)
+            (tmp_path / place / f"own_{noun}.py").write_text(text)
+            words[noun + place] = f"{tmp_path}/{place}/own_{noun}.py:{'Newest' if noun == 'p' else 'Worst'}"
+            wanted[words[noun + place]] = digest_of(text)
+    result = replay(TINY, [words["pa"], words["pb"]], metrics=[words["ma"], words["mb"]], **CUT)
+    found = sources(result)
+    assert {word: found[word] for word in wanted} == wanted
+    assert len(set(wanted.values())) == 4
+
+
+def test_the_digest_is_of_what_was_loaded_not_of_what_the_file_holds_by_now(tmp_path: Path, install: Install) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(POLICY)
+    _, old = policy_from_text(f"{path}:Newest")
+    edited = POLICY.replace("power", "pow_r")  # as long, and within the same second
+    path.write_text(edited)
+    assert source_digest(type(old)) == digest_of(POLICY)
+    _, new = policy_from_text(f"{path}:Newest")
+    assert [f.name for f in dataclasses.fields(new)] == ["pow_r"]
+    assert (source_digest(type(new)), source_digest(type(old))) == (digest_of(edited), digest_of(POLICY))
+    assert sys.modules[type(old).__module__].Newest is type(old)
+    assert not (tmp_path / "__pycache__").exists()
+    site = install("new-ways", policies={"newest": "ways_edited:Newest"}, ways_edited=POLICY)
+    policy_from_text("newest")
+    (site / "ways_edited.py").write_text(edited)
+    assert sources(replay(TINY, ["newest"], **CUT))["newest"] == digest_of(POLICY)
+
+
+def test_what_a_file_imports_or_makes_is_told_apart(tmp_path: Path, install: Install) -> None:
+    install("helper", helping_hand=POLICY)
+    imports, makes = tmp_path / "imports.py", tmp_path / "makes.py"
+    imports.write_text("from helping_hand import Newest\n")
+    made = POLICY + "\nMade = dataclass(frozen=True)(type('Made', (Newest,), {'__module__': 'types'}))\n"
+    makes.write_text(made)
+    assert source_digest(type(policy_from_text(f"{imports}:Newest")[1])) == digest_of(POLICY)
+    assert source_digest(type(policy_from_text(f"{makes}:Made")[1])) == digest_of(made)
+
+
+@pytest.mark.parametrize("noun", ["policy", "metric"])
+def test_a_file_whose_class_cannot_be_made_is_blamed(tmp_path: Path, noun: str) -> None:
+    source, cls = (POLICY, "Newest") if noun == "policy" else (METRIC, "Worst")
+    find = policy_from_text if noun == "policy" else metric_from_text
+    head = source.partition(" = 1.0")[0].rpartition("\n")[2]
+    for change, said in (
+        (f"{head} = float('nan')", "is NaN"),
+        (f"{head} = 1.0\n    kind: object = torch.float32", "parameter kind is of type dtype"),
+        (f"{head} = 1.0\n\n    def __post_init__(self):\n        1 / 0\n", "ZeroDivisionError"),
+        (f"{head} = 1.0\n\n    def __post_init__(self):\n        raise SystemExit(0)\n", "SystemExit"),
+        (f"{head} = 1.0\n    other: 'Nonsense' = 1", "NameError"),
+    ):
+        path = tmp_path / "own.py"
+        path.write_text("import torch\n" + source.replace(f"{head} = 1.0", change))
+        with pytest.raises(KvtoolError) as caught:
+            find(f"{path}:{cls}")
+        assert caught.value.code == f"{noun}-broken", caught.value.message
+        assert said in caught.value.message
+
+
+def test_a_default_of_infinity_is_said_in_words(tmp_path: Path) -> None:
+    for name, source in (("p.py", POLICY), ("m.py", METRIC)):
+        (tmp_path / name).write_text(source.replace("float = 1.0", "float = float('inf')").replace("* self.times", ""))
+    (tmp_path / "p.py").write_text((tmp_path / "p.py").read_text().replace("* self.power", ""))
+    words = {"policies": [f"{tmp_path}/p.py:Newest"], "metrics": [f"{tmp_path}/m.py:Worst"]}
+    result = replay(TINY, **words, output=tmp_path / "out", **CUT)
+    said = result.manifest["replay"]
+    assert said["policies"][0]["parameters"] == {"power": "inf"}
+    assert said["metrics"][0]["parameters"] == {"times": "inf"}
+    assert Result.load(tmp_path / "out").manifest["replay"] == said
