@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvtool.report.diff_words import group_name, interval, number, quoted, times, verdict
+from kvtool.report.diff_names import group_name
+from kvtool.report.diff_words import interval, number, quoted, times, verdict
 from kvtool.report.markdown_diff import markdown_diff
 from kvtool.report.markdown_page import code, escaped
 from kvtool.report.terminal_diff import diff_parts
