@@ -49,7 +49,7 @@ def metrics(group: Document) -> list[Part]:
     these are the same, what moved inside it."""
     named = {entry["metric"]: entry for entry in group["metrics"]}
     shown: list[Document] = [named[name] for name in _FIRST if name in named]
-    others = [entry for entry in group["metrics"] if entry["metric"] not in _FIRST and not _said(entry, named)]
+    others = _once([entry for entry in group["metrics"] if entry["metric"] not in _FIRST and not _said(entry, named)])
     loud = sorted((entry for entry in others if entry["verdict"] not in _QUIET), key=_loudness)
     shown += loud[:MOST_METRICS]
     if all(entry["verdict"] in ("same", "undefined") for entry in shown):
@@ -59,7 +59,7 @@ def metrics(group: Document) -> list[Part]:
     if not shown:
         return [Line("Every metric is the same.")]
     rows = [{"metric": directed(entry)} | numbers(entry) for entry in shown]
-    listed = {entry["metric"] for entry in shown}
+    left = [entry for entry in others if not any(entry is one for one in shown)]
     return [
         Grid(
             ("metric", *with_intervals(rows)),
@@ -69,7 +69,7 @@ def metrics(group: Document) -> list[Part]:
             code=("metric",),
             words=("verdict",),
             bold=frozenset(i for i, entry in enumerate(shown) if entry["verdict"] == "worse" and entry["decides"]),
-            caption=_caption(shown, [entry for entry in others if entry["metric"] not in listed]),
+            caption=_caption(shown, left),
         )
     ]
 
@@ -78,6 +78,14 @@ def _said(entry: Document, named: Mapping[str, Document]) -> bool:
     """Whether another metric says the same: a mean over layers or heads is what the cell holds already."""
     twin = named.get(_SAME_AS.get(str(entry["metric"]), ""))
     return twin is not None and twin["verdict"] == entry["verdict"]
+
+
+def _once(entries: Sequence[Document]) -> list[Document]:
+    """Without what a mean over finer entries says again: the same name and verdict."""
+    found: dict[tuple[str, str], Document] = {}
+    for entry in entries:
+        found.setdefault((str(entry["metric"]), str(entry["verdict"])), entry)
+    return list(found.values())
 
 
 def _loudness(entry: Document) -> tuple[bool, int]:

@@ -46,14 +46,15 @@ def test_what_is_said_comes_in_the_order_of_the_questions():
         "B: new*results (snapkv@0.75)",
         "4 sequences compared",
         "replay.window",
-        "decide nothing: environment.torch 2.3.0 → 2.4.1.",
+        "decides nothing: environment.torch 2.3.0 → 2.4.1.",
         "Behaviour: B keeps other tokens than A in 82 of 180 kept sets, layers 0, 7; "
         "2 of these only where rounding decides.",
         "B is worse: mean_layer_error 0.08120 → 0.1023, 1.26x, "
         "95 % interval of the difference +0.0123 … +0.0307 (Student's t +0.00512 … +0.0400) over 4 sequences.",
         "mean_output_error ↓",
         "layers by layer_error",
-        "A is better in 180, B in 75, even 15; at p < 0.05 after Holm over 270 heads: 3 worse, 1 better.",
+        "A is better in 180, B in 75, even (within the tolerance) 15; at p <= 0.05 after Holm over 270 heads: "
+        "3 worse (7.7, and 2 not among the 2 most worsened), 1 better.",
         "7.7",
         "Kept sets: 82 of 180 differ; Jaccard 0.843 on average, least 0.412 at layer 7, KV head 2 (sequence 1)",
         "tokens that A keeps and B loses",
@@ -89,9 +90,9 @@ def test_many_settings_that_decide_nothing_are_counted():
 
 
 def test_the_first_token_is_first_by_sequence_layer_and_head():
-    places = ("sequence 1 layer 0 head 0", "sequence 0 layer 15 head 1", "sequence 0 layer 7 head 2")
+    places = ("sequence 1, layer 0, KV head 0", "sequence 0, layer 15, KV head 1", "sequence 0, layer 7, KV head 2")
     groups = [group(ratio=0.5 + 0.1 * i, first=f"{place} loses token 9 'a'") for i, place in enumerate(places)]
-    assert "; first: sequence 0 layer 7 head 2 loses token 9 'a'" in flat(printed(document(groups), 140))
+    assert "; first: sequence 0, layer 7, KV head 2 loses token 9 'a'" in flat(printed(document(groups), 140))
 
 
 def test_equal_results_take_one_line():
