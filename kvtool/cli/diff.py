@@ -53,7 +53,7 @@ def command(
         raise KvtoolError("usage", f"--tokens {tokens} is below 0", "--tokens 0 names none")
     from kvtool.cli.console import answer, hint, json_answer, progress_on_terminal, terminal_width
     from kvtool.compare import diff
-    from kvtool.report.diff_words import next_command
+    from kvtool.report.diff_next import next_command
     from kvtool.report.markdown_diff import markdown_diff
     from kvtool.report.terminal_diff import diff_parts
 

@@ -17,7 +17,7 @@ def traces_answer(a: Path, b: Path, as_json: bool, relative: float | None = None
     Raises:
         KvtoolError: for traces that cannot be opened, are damaged, or cannot be compared.
     """
-    from kvtool.cli.console import answer, hint, json_answer, progress_on_terminal
+    from kvtool.cli.console import answer, hint, json_answer, progress_on_terminal, terminal_width
     from kvtool.compare.traces import diff_traces
     from kvtool.report.terminal_traces import traces_tables
     from kvtool.trace import open_trace
@@ -33,7 +33,7 @@ def traces_answer(a: Path, b: Path, as_json: bool, relative: float | None = None
     if as_json:
         json_answer(found.document())
     else:
-        answer(*traces_tables(found))
+        answer(*traces_tables(found, terminal_width()))
     if found.parted:
         hint("next", f"kvtool inspect {b} --verify")
     return int(found.parted)

@@ -25,7 +25,9 @@ def name_of(group: Mapping[str, Any]) -> str:
     if "schedule_b" in group:
         a += f" against {group['schedule_b']}"
     places = [f"event {group['event']}"] if group["event"] is not None else []
-    places += [f"{place.replace('_', ' ')} {group[place]}" for place in PLACES if place in group]
+    places += [
+        f"{place.replace('kv_', 'KV ').replace('q_', 'query ')} {group[place]}" for place in PLACES if place in group
+    ]
     return ", ".join([a, *places])
 
 
@@ -42,7 +44,7 @@ def kind_sentence(group: Mapping[str, Any], first: str | None) -> str:
     if kept is None or not kept["heads_moved"]:
         layers = [entry["layer"] for entry in group["layers"] if entry["kind"] != "identical"]
         return f"{kind}: {name} decides the same and its numbers differ" + (f" in {_layers(layers)}" if layers else "")
-    moved = f"{kept['heads_moved']} of {kept['heads']} KV heads"
+    moved = f"{kept['heads_moved']} of {kept['heads']} KV head{'s' * (kept['heads'] != 1)}"
     if kind == "numerics":
         said = f"numerics: {name} keeps other tokens only where rounding decides ({moved})"
     else:

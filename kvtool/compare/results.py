@@ -222,10 +222,9 @@ def _trace_warnings(a: Side, b: Side, sequences: list[int]) -> list[str]:
     digests = [side.result.manifest["trace"]["digest"] for side in (a, b)]
     if digests[0] == digests[1]:
         return []
-    return [
-        f"A and B come from different traces: {len(sequences)} sequences of equal prompt and length are compared, and "
-        "a difference may be the text's"
-    ]
+    compared = "1 sequence of equal prompt and length is" if len(sequences) == 1 else ""
+    compared = compared or f"{len(sequences)} sequences of equal prompt and length are"
+    return [f"A and B come from different traces: {compared} compared, and a difference may be the text's"]
 
 
 def _findings(groups: list[dict[str, Any]], only_a: list[dict[str, Any]], only_b: list[dict[str, Any]]) -> list[str]:

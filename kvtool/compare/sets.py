@@ -105,7 +105,7 @@ class Sets:
                 head = self.head(index)
                 rows = [] if head is None else ((head.a - head.b) * sign > 0).nonzero()[:1, 0].tolist()
                 if head is not None and rows:
-                    where = f"sequence {head.sequence} layer {head.layer} head {head.kv_head}"
+                    where = f"sequence {head.sequence}, layer {head.layer}, KV head {head.kv_head}"
                     return f"{where} {verb} token {rows[0]}{self._text(head.sequence, rows[0])}"
         return None
 

@@ -10,6 +10,7 @@ from typing import Any
 from kvtool.errors import KvtoolError
 from kvtool.registry import did_you_mean, split_spec
 from kvtool.result import LIVE, SCHEMA, Result
+from kvtool.trace.layout import COMMIT
 
 COMPARABLE = (SCHEMA, LIVE)
 CONTROLS = ("full", "random")  # run in every replay; they choose no policy for anybody
@@ -80,7 +81,8 @@ def side_of(given: Source, name: str) -> Side:
     """The side that `RESULT`, `RESULT::SELECTOR`, a Result or (Result, selector) means; `name` is A or B.
 
     Raises:
-        KvtoolError: `file-missing`, `result-damaged`, or `usage` for a selector that fits nothing.
+        KvtoolError: `file-missing`, `result-damaged`, or `usage` for a trace, an empty path, and a selector without
+            content or that fits nothing.
     """
     path: str | None = None
     if isinstance(given, Result):
@@ -89,7 +91,13 @@ def side_of(given: Source, name: str) -> Side:
         result, selector = given
     else:
         text = str(given)
-        path, _, selector = (text, "", "") if Path(text).exists() else text.partition("::")
+        path, mark, selector = (text, "", "") if text and Path(text).exists() else text.partition("::")
+        if not path.strip():
+            raise KvtoolError("usage", f"{name} names no result: {text!r} has no folder", SPELLING)
+        if mark and not selector:
+            raise _without_content(text, name)
+        if (Path(path) / COMMIT).is_file():
+            raise KvtoolError("usage", f"{name} ({path}) is a trace, no result", "--traces compares two traces")
         result = Result.load(path)
     if result.schema not in COMPARABLE:
         raise KvtoolError(
@@ -101,6 +109,8 @@ def side_of(given: Source, name: str) -> Side:
 def _selected(side: Side, selector: str, name: str) -> Side:
     if not selector:
         return side
+    if not selector.strip("@ "):
+        raise _without_content(side.label, name)
     labels: list[str] = side.has("policy")
     whole = [label for label in labels if selector == label or selector.startswith(f"{label}@")]
     word = max(whole, key=len) if whole else selector.partition("@")[0]
@@ -118,6 +128,10 @@ def _selected(side: Side, selector: str, name: str) -> Side:
     for component in ("asked", "schedule"):
         _holds_some(side, name, component)
     return side
+
+
+def _without_content(text: str, name: str) -> KvtoolError:
+    return KvtoolError("usage", f"the selector of {name} selects nothing: {text!r}", f"{SPELLING}, or RESULT alone")
 
 
 def _label(word: str, labels: list[str], side: Side, name: str) -> str:

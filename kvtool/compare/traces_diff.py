@@ -157,7 +157,7 @@ def _first(diff: TracesDiff) -> list[str]:
         f"they part first in sequence {first['sequence']}, layer {first['layer']}, at row {first['token']}"
         f"{_quoted(first['text'])} (position {first['position']}), {head}: {NOUNS[first['array']]} "
         f"{_off(first['deviation'], first['bound'])}",
-        f"{len(parting)} of {len(off)} layers part: {spans(parting)}",
+        f"{len(parting)} of {len(off)} layer{'s' * (len(off) != 1)} part{'s' * (len(parting) == 1)}: {spans(parting)}",
     ]
 
 
@@ -184,10 +184,11 @@ def _holes(entries: list[Entry]) -> list[str]:
             found["array", hole["sequence"], hole["array"], hole["rows"]].append(hole["layer"])
     words = []
     for key, ids in found.items():
-        what = f"{key[0]} {spans(ids)}"
+        many = "s" * (len(ids) != 1)
+        what = f"{key[0]}{many} {spans(ids)}"
         if key[0] == "array":
             rows = "" if key[3] is None else f" of {key[3]} steps"
-            what = f"{key[2]}{rows} of layer {spans(ids)}"
+            what = f"{key[2]}{rows} of layer{many} {spans(ids)}"
         words.append(what if key[0] == "sequence" else f"{what} of sequence {key[1]}")
     return words
 

@@ -16,23 +16,29 @@ MOST_OF_ONE_NAME = 5  # settings that decide nothing
 
 
 def settings(document: Document) -> list[Part]:
-    """Settings that differ: those that decide results as a table, the others in one line."""
+    """Settings that differ: those that decide results as a table, the others in one line.
+
+    Args:
+        document: its `settings`: `name`, `a`, `b` and `decides`.
+    """
     deciding = _whole_policies([entry for entry in document["settings"] if entry["decides"]])
     other = [entry for entry in document["settings"] if not entry["decides"]]
     found: list[Part] = []
-    if deciding:
+    if deciding:  # a table of nothing would say that something differs
         rows = [
             {"setting": entry["name"], "A": _setting(entry["a"]), "B": _setting(entry["b"])}
             for entry in deciding[:MOST_SETTINGS]
         ]
         more = len(deciding) - len(rows)
-        caption = f"and {more} more, which --json lists" if more else None
+        caption = f"and {more} more, which --json lists." if more else None
         names = ("setting", "A", "B")
         found.append(Grid(names, rows, names, code=names, title="settings that differ", caption=caption))
     else:
         found.append(Line("Settings that decide results: all the same."))
     if other:
-        found.append(Line(f"Differ too, but decide nothing: {', '.join(_environments(other))}."))
+        one = len(other) == 1
+        verb, decide = "Differs too" if one else "Differ too", "decides" if one else "decide"
+        found.append(Line(f"{verb}, but {decide} nothing: {', '.join(_environments(other))}."))
     return found
 
 
@@ -73,7 +79,7 @@ def _environments(idle: Sequence[Document]) -> list[str]:
     """Settings that decide nothing; where many stand under one name, only that and their number."""
     by_root: dict[str, list[Document]] = defaultdict(list)
     for entry in idle:
-        by_root[entry["name"].partition(".")[0]].append(entry)
+        by_root[entry["name"].rpartition(".")[0] or entry["name"]].append(entry)
     said: list[str] = []
     for root, mine in by_root.items():
         many = len(mine) > MOST_OF_ONE_NAME

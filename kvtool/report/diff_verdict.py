@@ -6,19 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtool.report.diff_words import (
-    CONTROLS,
-    count,
-    group_name,
-    interval,
-    layers_that,
-    number,
-    ordering,
-    spelled,
-    telling,
-    times,
-    worse_metrics,
-)
+from kvtool.report.diff_names import by_event, group_name
+from kvtool.report.diff_order import gain, ordering, telling, worse_metrics
+from kvtool.report.diff_words import count, interval, layers_that, number, plural, sequences_of, spelled, times
 from kvtool.report.page import Line
 from kvtool.words import printable
 
@@ -30,6 +20,7 @@ _KINDS = {
     "identical": "Identical: same tokens, same numbers",
     "unknown": "Unknown kind: there are no kept sets on both sides, so only numbers were compared",
 }
+OF_THE_RUN = "which are kept and lost is told of the whole run only, not event by event"
 
 
 def nothing_differs(document: Document) -> bool:
@@ -40,7 +31,8 @@ def nothing_differs(document: Document) -> bool:
 def no_difference(document: Document) -> str:
     same = document.get("identical_groups")
     over = f"{count(same, 'comparison')} over " if same else ""
-    return f"no difference: {over}{count(document['sequences'], 'sequence')} hold the same numbers and tokens"
+    holds = "holds" if (same or document["sequences"]) == 1 else "hold"
+    return f"no difference: {over}{count(document['sequences'], 'sequence')} {holds} the same numbers and tokens"
 
 
 def compared(document: Document) -> list[Line]:
@@ -52,7 +44,8 @@ def compared(document: Document) -> list[Line]:
         said.append(Line(f"trace {_short(a['trace_digest'])}, {pairs} compared"))
     else:
         traces = f"A {_short(a['trace_digest'])}, B {_short(b['trace_digest'])}"
-        said.append(Line(f"The traces differ ({traces}); {pairs} with the same tokens' lengths compared", "bold"))
+        are = "is" if document["sequences"] == 1 else "are"
+        said.append(Line(f"The traces differ ({traces}); {pairs} of equal prompt and length {are} compared", "bold"))
     return said
 
 
@@ -66,23 +59,22 @@ def _short(digest: str | None) -> str:
 
 
 def headline(document: Document, groups: Sequence[Document]) -> list[str]:
-    """The kind of change, then the verdict; `groups` come the most worsened first."""
+    """The kind of change, then the verdict; `groups` are those that decide, the most worsened first."""
     return [_kind(document, groups), _verdict(document, groups)]
 
 
 def _kind(document: Document, groups: Sequence[Document]) -> str:
     kind = document["kind"]
     text = _KINDS[kind]
-    if kind == "identical" and (document["only_a"] or document["only_b"]):
+    if kind == "identical" and any(document.get(name) for name in ("only_a", "only_b", "refused")):
         return "Identical in what both sides hold: same tokens, same numbers."
     if kind == "behaviour":
-        kept = [group["kept"] for group in groups if group.get("kept")]
-        moved, heads = sum(k["heads_moved"] for k in kept), sum(k["heads"] for k in kept)
+        kept = document.get("kept_sets")
         if kept:
-            text += f" in {moved} of {heads} kept sets"
+            text += f" in {kept['moved']} of {count(kept['of'], 'kept set')}"
         layers = sorted({layer for group in groups for layer in layers_that(group, "behaviour")})
         if layers:
-            text += f", layer{'s' * (len(layers) != 1)} {spelled(layers)}"
+            text += f", {plural('layer', len(layers))} {spelled(layers)}"
         named = [group["first"] for group in groups if group.get("first") and group["kind"] == kind]
         first = min(named, key=_place, default=None)
         text += f"; first: {first}" if first else ""
@@ -96,7 +88,7 @@ def _kind(document: Document, groups: Sequence[Document]) -> str:
 
 
 def _place(first: str) -> list[int]:
-    """Sequence, layer and head of `sequence 0 layer 7 head 2 loses token …`."""
+    """Sequence, layer and head of `sequence 0, layer 7, KV head 2 loses token …`."""
     return [int(number_) for number_ in re.findall(r"\d+", first)[:3]]
 
 
@@ -105,15 +97,19 @@ def _verdict(document: Document, groups: Sequence[Document]) -> str:
     details = dict.fromkeys(entry["metric"] for group in groups for entry in worse_metrics(group, decides=False))
     but = f" Details that are worse, and decide nothing: {', '.join(details)}." if details and not worse else ""
     if document["worse"] and not worse:
+        if refused := document.get("refused"):
+            more = f"; and {len(refused) - 1} more" if len(refused) > 1 else ""
+            return f"Not passed: {refused[0]}{more}."
         lacking = next((group for group in groups if group.get("lost")), None)
         if lacking is not None:
-            return f"Not passed: B has no {', '.join(lacking['lost'])} where A has, in {group_name(lacking)}."
+            name = group_name(lacking, by_event(groups))
+            return f"Not passed: B has no {', '.join(lacking['lost'])} where A has, in {name}."
         return f"Not passed: {count(sum(e['rows'] for e in document['only_a']), 'row')} of A missing in B."
     if worse:
-        return _worse(document, worse, len(groups))
+        return _worse(document, worse, groups)
     if better := _with(groups, "better"):
-        best = max(better, key=_gain)
-        return f"B is better{_chance(telling(best))}: {_told(document, best, telling(best), len(groups) > 1)}.{but}"
+        best = max(better, key=gain)
+        return f"B is better{_chance(telling(best))}: {_told(document, best, telling(best), groups)}.{but}"
     if _with(groups, "moved"):
         return (
             f"B is neither better nor worse: only metrics without a better direction moved beyond the tolerance.{but}"
@@ -134,12 +130,13 @@ def _with(groups: Sequence[Document], verdict: str) -> list[Document]:
     ]
 
 
-def _worse(document: Document, worse: Sequence[Document], groups: int) -> str:
+def _worse(document: Document, worse: Sequence[Document], groups: Sequence[Document]) -> str:
     """How B is worse; where the metric that orders policies says otherwise, that comes first."""
-    group, named = worse[0], groups > 1
+    group = worse[0]
     first, told = ordering(group), telling(group)
-    more = f" {len(worse)} of {groups} comparisons are worse." if named else ""
-    said = _told(document, group, told, named)
+    more = f" {len(worse)} of {len(groups)} comparisons {'is' if len(worse) == 1 else 'are'} worse."
+    more = more if len(groups) > 1 else ""
+    said = _told(document, group, told, groups)
     if first is None or first is told:
         return f"B is worse{_chance(told)}: {said}.{more}"
     size = f"{first['metric']} {number(first['a'])} → {number(first['b'])}, {times(first['ratio'])}"
@@ -151,28 +148,21 @@ def _chance(entry: Document | None) -> str:
     return ", though that may be chance" if entry is not None and entry["sure"] is False else ""
 
 
-def _gain(group: Document) -> tuple[bool, float]:
-    """Sorts groups that are better, controls before policies."""
-    entry = telling(group)
-    size = 0.0 if entry is None or entry["difference"] is None else abs(entry["difference"] / (entry["a"] or 1.0))
-    return group.get("policy") not in CONTROLS, size
-
-
-def _told(document: Document, group: Document, entry: Document | None, named: bool) -> str:
-    """`mean_layer_error 0.081 → 0.102, 1.26x, 95 % interval of the difference +0.012 … +0.031 over 4 sequences`."""
+def _told(document: Document, group: Document, entry: Document | None, groups: Sequence[Document]) -> str:
+    """`mean_layer_error 0.081 → 0.102, 1.26x, 95 % interval of the difference +0.012 … +0.031 over 4 sequences`, and
+    which group that is where there are several."""
+    name = group_name(group, by_event(groups))
     if entry is None:
-        return group_name(group)
+        return name
     text = f"{entry['metric']} {number(entry['a'])} → {number(entry['b'])}"
     text += f", {times(entry['ratio'])}" if entry["ratio"] is not None else ""
-    over = f" over {count(document['sequences'], 'sequence')}"
     if entry["low"] is not None:
         student = interval(entry, "t_")
         text += f", 95 % interval of the difference {interval(entry)}"
         text += f" (Student's t {student})" if student != "-" else ""
-        text += over
-    else:
-        text += f"{over}, so without an interval" if document["sequences"] == 1 else over
-    return f"{text} ({group_name(group)})" if named else text
+    text += f" over {count(sequences_of(group, document), 'sequence')}"
+    text += ", so without an interval" if document["sequences"] == 1 else ""
+    return f"{text} ({name})" if len(groups) > 1 else text
 
 
 def _tolerance(document: Document) -> str:
@@ -187,27 +177,31 @@ def _tolerance(document: Document) -> str:
 
 
 def uncompared(document: Document) -> list[str]:
-    """What could not be compared, from the document's own warnings that concern tokens."""
-    said = dict.fromkeys(
-        group["tokens"]["not_told"]
-        for group in document["groups"]
-        if group.get("tokens") and group["tokens"].get("not_told")
-    )
-    return [f"Tokens: {sentence}" for sentence in said]
+    """What could not be told of tokens, and why."""
+    untold: dict[bool, list[str]] = {True: [], False: []}  # of whole runs, of events
+    for group in document["groups"]:
+        why = (group.get("tokens") or {}).get("not_told")
+        if why:
+            untold[group.get("event") is None].append(why)
+    said = dict.fromkeys(untold[True])
+    if any(why not in said for why in untold[False]):
+        said[OF_THE_RUN] = None
+    return [f"Tokens: {sentence}." for sentence in said]
 
 
-def trust(document: Document) -> list[str]:
+def trust(document: Document, groups: Sequence[Document]) -> list[str]:
     """What the tolerance and the interval are."""
     said = [f"Tolerance: |B - A| <= absolute + relative·|A|, {_tolerance(document)}."]
     found = document.get("interval")
-    if found is None:
+    one = all(sequences_of(group, document) == 1 for group in groups)
+    if found is None or one:
         said.append(
             "No interval: one sequence says nothing about another text; its heads and layers move together."
-            if document["sequences"] == 1
+            if one
             else "No interval: no sequence was paired."
         )
         return said
-    text = f"Interval: {100 * found['level']:g} %, {found['method']}, {found['resamples']} resamples"
+    text = f"Interval: {100 * found['level']:g} %, {found['method']}, {count(found['resamples'], 'resample')}"
     said.append(f"{text}, seed {found['seed']}. A verdict is unsure where 0 lies inside it or inside Student's t.")
     if found.get("note"):
         said.append(f"{found['note'][:1].upper()}{found['note'][1:].rstrip('.')}.")

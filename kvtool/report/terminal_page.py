@@ -42,23 +42,24 @@ def terminal_page(parts: Sequence[Part], width: int | None = None) -> list[Any]:
 
 
 def _table(grid: Grid, width: int | None) -> list[Any]:
-    """The columns that fit; what is left out is said below."""
+    """The columns that fit; what is left out is said below. Title and caption are texts of their own, since rich makes
+    them as narrow as their table."""
     free = [name for name in grid.columns if name not in grid.stays]
     least = {**dict.fromkeys(grid.words, _WORD), **dict.fromkeys(grid.stays, _NAME)}
     measured = [{name: row[name][: least.get(name)] for name in grid.columns} for row in grid.rows]
     fit = fitting(free, measured, width, always=grid.stays, gives_way=grid.gives_way)
     columns = [name for name in grid.columns if name in fit or name in grid.stays]
     wide = _widths(grid, columns, width)
-    table = Table(title=grid.title, title_justify="left")
+    table = Table()
     for name in columns:
         left = name in grid.stays or name in grid.words
         table.add_column(Text(name), justify="left" if left else "right", overflow="fold", width=wide.get(name))
     for index, row in enumerate(grid.rows):
         cells = [_broken(row[name], wide.get(name)) if name in grid.stays else row[name] for name in columns]
         table.add_row(*(Text(cell) for cell in cells), style="bold" if index in grid.bold else None)
-    # Below the table, not in it: a caption is as narrow as its table.
+    above = [Text(grid.title, style="italic")] if grid.title else []
     below = (grid.caption_for(columns), left_out(free, fit))
-    return [table, *(Text(sentence, style="dim italic") for sentence in below if sentence is not None)]
+    return [*above, table, *(Text(sentence, style="dim italic") for sentence in below if sentence is not None)]
 
 
 def _widths(grid: Grid, columns: Sequence[str], width: int | None) -> dict[str, int]:

@@ -114,6 +114,29 @@ def test_equal_traces_are_read_before_they_are_called_equal(tmp_path: Path, capf
         assert "is damaged" in err
 
 
+def test_the_next_command_keeps_apart_what_was_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    import shlex
+
+    schedules = ["prompt-end", "every:8"]
+    replay(TINY, ["knorm"], budgets=[24], schedules=schedules, sinks=1, window=8, output=tmp_path / "c")
+    run(["diff", f"{tmp_path}/c::knorm@24@prompt-end", f"{tmp_path}/c::knorm@24@every:8", "--tokens", "0"])
+    hint = capfd.readouterr().err.splitlines()[-1].removeprefix("next: kvtool ").partition(" tells ")[0]
+    assert run([*shlex.split(hint), "--json"]) in (0, 1)
+    groups = json.loads(capfd.readouterr().out)["groups"]
+    assert groups
+    assert {(group["schedule"], group["schedule_b"]) for group in groups} == {("prompt-end", "every:8")}
+
+
+def test_tokens_of_events_are_told_of_the_whole_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, window in (("a", 8), ("b", 4)):
+        replay(TINY, ["knorm"], budgets=[24], schedules=["every:8"], sinks=1, window=window, output=tmp_path / name)
+    run(["diff", f"{tmp_path}/a", f"{tmp_path}/b", "--by", "event", "--tokens", "3"])
+    out = " ".join(capfd.readouterr().out.split())
+    assert "no tokens were asked for" not in out
+    assert "Tokens: which are kept and lost is told of the whole run only, not event by event." in out
+    assert "whole run" in out
+
+
 def test_traces_are_compared_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["diff", "--traces", str(TINY), str(TINY)]) == 0
     assert "same" in capfd.readouterr().out
@@ -122,6 +145,10 @@ def test_traces_are_compared_too(capfd: pytest.CaptureFixture[str]) -> None:
 BAD = {
     "no such result": ["diff", "a", "nowhere"],
     "a trace without --traces": ["diff", str(TINY), "a"],
+    "two traces without --traces": ["diff", str(TINY), str(TINY)],
+    "no folder before the selector": ["diff", "::knorm", "a"],
+    "nothing behind the colons": ["diff", "a::", "b"],
+    "only a separator behind the colons": ["diff", "a", "b::@"],
     "no such policy": ["diff", "a::snapkv", "a"],
     "no such ratio": ["diff", "a::knorm@0.9", "b"],
     "unknown place": ["diff", "a", "b", "--by", "laier"],
@@ -146,3 +173,10 @@ def test_bad_input_exits_2_with_one_sentence(case: str, capfd: pytest.CaptureFix
     assert lines[0].startswith("error: ")
     assert "[internal]" not in lines[0]
     assert len(lines) <= 2, err
+
+
+def test_forgotten_traces_are_pointed_out(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["diff", str(TINY), str(TINY)]) == 2
+    error, hint = capfd.readouterr().err.splitlines()
+    assert error.endswith("is a trace, no result [usage]")
+    assert hint == "hint: --traces compares two traces"

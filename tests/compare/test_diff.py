@@ -92,7 +92,7 @@ def test_one_token_of_one_head_is_behaviour_and_named() -> None:
     assert group["kept"]["heads_moved"] == 1
     assert [(t["sequence"], t["token"]) for t in group["tokens"]["lost"]] == [(1, kept[5])]
     assert group["tokens"]["gained"] == []
-    assert f"first: sequence 1 layer 3 head 1 loses token {kept[5]}" in found.findings[0]
+    assert f"first: sequence 1, layer 3, KV head 1 loses token {kept[5]}" in found.findings[0]
     assert found.findings[0].startswith("behaviour: h2o @0.5 keeps other tokens in layer 3 (1 of 12 KV heads)")
 
 

@@ -304,7 +304,7 @@ def test_queries_of_other_steps_compare_the_common_ones(plain: Trace, tmp_path: 
     assert {"sequence": 0, "layer": 2, "array": "queries", "rows": 20} in diff.only_a
     assert {"sequence": 0, "layer": 2, "array": "output_sample", "rows": None} in diff.only_a
     assert diff.only_b == []
-    assert any("queries of 20 steps of layer 2-3,5,8 of sequence 0" in sentence for sentence in diff.findings())
+    assert any("queries of 20 steps of layers 2-3,5,8 of sequence 0" in sentence for sentence in diff.findings())
     check_sound(diff)
 
 

@@ -142,7 +142,7 @@ def test_a_flipped_sign_is_behaviour_with_layers_and_first_tokens(tmp_path: Path
     found = diff((a, "knorm"), (b, word), tokens=3)
     assert (found.kind, found.worse) == ("behaviour", True)
     assert (
-        "keeps other tokens in layers 0,7 (12 of 12 KV heads); first: sequence 0 layer 0 head 0 loses token"
+        "keeps other tokens in layers 0,7 (12 of 12 KV heads); first: sequence 0, layer 0, KV head 0 loses token"
         in (found.findings[0])
     )
     (group,) = found.groups

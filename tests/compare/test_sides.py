@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import tiny
+from planted import TINY, tiny
 
 from kvtool.compare import diff
 from kvtool.compare.settings import differing_settings
@@ -35,7 +35,34 @@ def test_selectors(selector: str, pins: dict[str, Any], tmp_path: Path) -> None:
     result = tiny()
     assert side_of((result, selector), "A").pins == pins
     result.save(tmp_path / "r")
-    assert side_of(f"{tmp_path / 'r'}::{selector}", "A").pins == pins
+    spelled = f"{tmp_path / 'r'}::{selector}" if selector else str(tmp_path / "r")
+    assert side_of(spelled, "A").pins == pins
+
+
+@pytest.mark.parametrize("selector", ["", "@", "@@", " "])
+def test_a_selector_without_content_is_refused(selector: str, tmp_path: Path) -> None:
+    result = tiny()
+    result.save(tmp_path / "r")
+    with pytest.raises(KvtoolError, match="the selector of B selects nothing") as caught:
+        side_of(f"{tmp_path / 'r'}::{selector}", "B")
+    assert caught.value.code == "usage"
+    assert "or RESULT alone" in str(caught.value.hint)
+    if selector:
+        with pytest.raises(KvtoolError, match="the selector of A selects nothing"):
+            side_of((result, selector), "A")
+
+
+@pytest.mark.parametrize("given", ["::h2o", "", " ::@0.5", "::"])
+def test_an_empty_path_is_refused(given: str) -> None:
+    with pytest.raises(KvtoolError, match="A names no result: ") as caught:
+        side_of(given, "A")
+    assert caught.value.code == "usage"
+
+
+def test_a_trace_in_place_of_a_result_points_to_the_option() -> None:
+    with pytest.raises(KvtoolError, match=r"tiny-gqa\.zarr\) is a trace, no result") as caught:
+        diff(TINY, TINY)
+    assert (caught.value.code, caught.value.hint) == ("usage", "--traces compares two traces")
 
 
 def test_budgets_and_schedules_are_selected() -> None:

@@ -122,6 +122,7 @@ def document(groups: list[dict[str, Any]] | None = None, **other: Any) -> dict[s
         ],
         "kind": "behaviour" if "behaviour" in kinds else kinds[0] if kinds else "identical",
         "ties": 2,
+        "kept_sets": {"moved": 82, "of": 180},
         "tolerance": {"relative": 1e-3, "absolute": 1e-9, "by_metric": {"predicted_kl": {"relative": 0.05}}},
         "sequences": 4,
         "interval": {

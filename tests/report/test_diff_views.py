@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvtool.report.diff_words import group_name, interval, number, quoted, times, verdict
+from kvtool.report.diff_names import group_name
+from kvtool.report.diff_words import interval, number, quoted, times, verdict
 from kvtool.report.markdown_diff import markdown_diff
 from kvtool.report.markdown_page import code, escaped
 from kvtool.report.terminal_diff import diff_parts
@@ -45,14 +46,15 @@ def test_what_is_said_comes_in_the_order_of_the_questions():
         "B: new*results (snapkv@0.75)",
         "4 sequences compared",
         "replay.window",
-        "decide nothing: environment.torch 2.3.0 → 2.4.1.",
+        "decides nothing: environment.torch 2.3.0 → 2.4.1.",
         "Behaviour: B keeps other tokens than A in 82 of 180 kept sets, layers 0, 7; "
         "2 of these only where rounding decides.",
         "B is worse: mean_layer_error 0.08120 → 0.1023, 1.26x, "
         "95 % interval of the difference +0.0123 … +0.0307 (Student's t +0.00512 … +0.0400) over 4 sequences.",
         "mean_output_error ↓",
         "layers by layer_error",
-        "A is better in 180, B in 75, even 15; at p < 0.05 after Holm over 270 heads: 3 worse, 1 better.",
+        "A is better in 180, B in 75, even (within the tolerance) 15; at p <= 0.05 after Holm over 270 heads: "
+        "3 worse (7.7, and 2 not among the 2 most worsened), 1 better.",
         "7.7",
         "Kept sets: 82 of 180 differ; Jaccard 0.843 on average, least 0.412 at layer 7, KV head 2 (sequence 1)",
         "tokens that A keeps and B loses",
@@ -88,9 +90,9 @@ def test_many_settings_that_decide_nothing_are_counted():
 
 
 def test_the_first_token_is_first_by_sequence_layer_and_head():
-    places = ("sequence 1 layer 0 head 0", "sequence 0 layer 15 head 1", "sequence 0 layer 7 head 2")
+    places = ("sequence 1, layer 0, KV head 0", "sequence 0, layer 15, KV head 1", "sequence 0, layer 7, KV head 2")
     groups = [group(ratio=0.5 + 0.1 * i, first=f"{place} loses token 9 'a'") for i, place in enumerate(places)]
-    assert "; first: sequence 0 layer 7 head 2 loses token 9 'a'" in flat(printed(document(groups), 140))
+    assert "; first: sequence 0, layer 7, KV head 2 loses token 9 'a'" in flat(printed(document(groups), 140))
 
 
 def test_equal_results_take_one_line():
@@ -307,3 +309,17 @@ def test_details_that_are_worse_are_named_and_decide_nothing():
     assert "output_error_p99 explains, and decides nothing." in text
     within = document([group(metrics=[detail, metric("mean_layer_error", 0.1, 0.1, "same")])]) | {"worse": False}
     assert "what decides stays within the tolerance" in flat(printed(within, 140))
+
+
+def test_what_cannot_be_held_against_each_other_is_no_pass() -> None:
+    one = document([], worse=True, kind="identical") | {"refused": ["layer_error is version 1 in A and 2 in B", "x"]}
+    text = flat(printed(one, 140))
+    assert "Identical in what both sides hold" in text
+    assert "Not passed: layer_error is version 1 in A and 2 in B; and 1 more." in text
+
+
+def test_the_headline_speaks_of_whole_runs_whatever_groups_are_told_apart_by() -> None:
+    whole = group(metrics=[metric("mean_layer_error", 0.1, 0.2, "worse")])
+    layer_3 = group(metrics=[metric("layer_error", 0.3, 0.1, "better", level="layer")], layer=3)
+    text = flat(printed(document([layer_3]) | {"whole": [whole], "by": ["layer"]}, 140))
+    assert "B is worse: mean_layer_error 0.1000 → 0.2000" in text
