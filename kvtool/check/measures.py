@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from kvtool.check.suite import Job
 from kvtool.check.undefined import COUNTED_BY, SUFFIX
 from kvtool.errors import KvtoolError
 from kvtool.metrics import Metric, PredictedKL, built_in_metrics
+from kvtool.metrics.predicted_kl import WINDOW
 from kvtool.metrics.table import BUILT_IN, SHELF
 from kvtool.registry import did_you_mean, split_spec
 from kvtool.replay.plan import Plan
@@ -49,13 +51,12 @@ def further_metrics(job: Job) -> tuple[str, ...]:
     Raises:
         KvtoolError: code `suite` for a column with parameters.
     """
-    own = _own_columns(job)
     found = []
     for word in job.metrics:
         name = split_spec(word, "metric").name
-        if name in own and word != name:
+        if _is_own(name) and word != name:
             raise KvtoolError("suite", f"metrics: {word!r}: {name} is a column and takes no parameters")
-        if name not in own and word not in BUILT_IN and (":" in word or word in SHELF.names()):
+        if not _is_own(name) and word not in BUILT_IN and (":" in word or word in SHELF.names()):
             found.append(word)
     return tuple(found)
 
@@ -68,12 +69,14 @@ def measures_of(job: Job, plan: Plan) -> dict[str, Measure]:
         KvtoolError: code `suite` for a word that is neither.
     """
     known = {name: _columns(metric) for name, metric in plan.metrics.items()}
-    columns, own = _merged(known.values()), _own_columns(job)
+    columns = _merged(known.values())
+    like = columns[_of_window(WINDOW)]
+    columns |= {name: replace(like, name=name) for name in map(_of_window, plan.kl_windows)}
     asked = {split_spec(one.label, "metric").name: one.name for one in plan.asked}
     found: dict[str, Measure] = {}
     for word in job.metrics:
         name = split_spec(word, "metric").name
-        if name in asked and name not in own:
+        if name in asked:
             found |= known[asked[name]]
         elif word in columns:
             found[word] = columns[word]
@@ -85,10 +88,15 @@ def measures_of(job: Job, plan: Plan) -> dict[str, Measure]:
     return {**found, **_counts(found, columns)}
 
 
-def _own_columns(job: Job) -> set[str]:
-    """Every column that kvtool itself fills in this job."""
-    own = {**built_in_metrics(), PredictedKL.name: PredictedKL(tuple(job.options.get("kl_windows", ())))}
-    return {*COUNTED, *(column.name for metric in own.values() for column in metric.columns)}
+def _is_own(word: str) -> bool:
+    """Whether this is a column of kvtool's own, of windows of any width too."""
+    own = {*COUNTED, *(column.name for metric in built_in_metrics().values() for column in metric.columns)}
+    return word in own or re.fullmatch(_of_window(r"\d+"), word) is not None
+
+
+def _of_window(steps: int | str) -> str:
+    """The column of the predicted KL with windows of that many steps."""
+    return f"{PredictedKL.name}_w{steps}"
 
 
 def _counts(found: dict[str, Measure], columns: dict[str, Measure]) -> dict[str, Measure]:
