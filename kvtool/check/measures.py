@@ -49,14 +49,15 @@ def further_metrics(job: Job) -> tuple[str, ...]:
     kvtool's own words are its own: a package that gives one of them is not even imported.
 
     Raises:
-        KvtoolError: code `suite` for a column with parameters.
+        KvtoolError: code `suite` for one of them with parameters.
     """
     found = []
     for word in job.metrics:
         name = split_spec(word, "metric").name
-        if _is_own(name) and word != name:
-            raise KvtoolError("suite", f"metrics: {word!r}: {name} is a column and takes no parameters")
-        if not _is_own(name) and word not in BUILT_IN and (":" in word or word in SHELF.names()):
+        if _is_own(name):
+            if word != name:
+                raise KvtoolError("suite", f"metrics: {word!r}: {name} is kvtool's own and takes no parameters")
+        elif ":" in word or word in SHELF.names():
             found.append(word)
     return tuple(found)
 
@@ -89,8 +90,8 @@ def measures_of(job: Job, plan: Plan) -> dict[str, Measure]:
 
 
 def _is_own(word: str) -> bool:
-    """Whether this is a column of kvtool's own, of windows of any width too."""
-    own = {*COUNTED, *(column.name for metric in built_in_metrics().values() for column in metric.columns)}
+    """Whether this is a metric or a column of kvtool's own, of windows of any width too."""
+    own = {*COUNTED, *BUILT_IN, *(column.name for metric in built_in_metrics().values() for column in metric.columns)}
     return word in own or re.fullmatch(_of_window(r"\d+"), word) is not None
 
 

@@ -52,8 +52,8 @@ def command(
 
     annotate, report = _annotates(None), None
     try:
-        annotate = _annotates(annotations)
         report = None if junit is None else file_target(junit, "--junit")
+        annotate = _annotates(annotations)
         use_threads(threads)
         with plugins.switched_off(no_plugins), progress_on_terminal("check") as progress:
 
