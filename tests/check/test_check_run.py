@@ -428,3 +428,20 @@ def test_a_trace_that_turns_out_to_be_damaged_is_no_finding(
         err = capfd.readouterr().err
         assert "[trace-damaged]" in err
         assert "job 'first', trace 'tiny'" in err
+
+
+@pytest.mark.parametrize(
+    ("code", "refused"),
+    [("trace-damaged", True), ("trace-unsafe", True), ("trace-format", True), ("trace-lacks", False)],
+)
+def test_a_trace_that_lacks_something_is_whole(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch, code: str, refused: bool
+) -> None:
+    path = suite()
+    check(path, update=True)
+
+    def fails(*arguments: Any, **options: Any) -> None:
+        raise KvtoolError(code, "as planted")
+
+    monkeypatch.setattr("kvtool.check.run.replay", fails)
+    assert run(["check", str(path)]) == (2 if refused else 1)
