@@ -61,6 +61,12 @@ def near_pair(sign: float) -> Scores:
     return change
 
 
+def two_far_pairs_exchanged(scores: Tensor, view: View) -> Tensor:
+    """The near ties stay at the cut, and four tokens far from it change sides."""
+    found = near_pair(1)(scores, view)
+    return torch.where((view.tokens % 40 == 30) | (view.tokens % 40 == 31), 101.0 - view.tokens.double(), found)
+
+
 @pytest.fixture
 def scored(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scores], None]:
     """Replace what `knorm` scores."""
@@ -90,8 +96,19 @@ def baseline(path: Path) -> dict[str, Any]:
         (spread, mostly_lost),
         (near_pair(1), negated(near_pair(1))),
         (near_pair(1), spread),
+        (near_pair(1), two_far_pairs_exchanged),
     ],
-    ids=["odd rows", "levels negated", "negated", "others lost", "none lost", "lost", "near ties negated", "others"],
+    ids=[
+        "odd rows",
+        "levels negated",
+        "negated",
+        "others lost",
+        "none lost",
+        "lost",
+        "near ties negated",
+        "others",
+        "far",
+    ],
 )
 def test_what_rounding_cannot_do_is_behaviour_whatever_the_tolerances(
     suite: Suite, scored: Callable[[Scores], None], before: Scores, after: Scores
