@@ -43,7 +43,7 @@ CODES: dict[str, str] = {
     "dtype": "a dtype that a trace cannot store",
     "dump": "a dump for import that does not hold what docs/import.md asks for",
     "suite": "a suite of kvtool check that asks for something that does not exist, or is not readable",
-    "baseline": "a baseline of kvtool check that is not there yet, or that kvtool did not write",
+    "baseline": "a baseline of kvtool check that is not there yet, not written by kvtool, or another suite's",
     "trace-changed": "a trace whose digest is not the one that a suite or its baseline names",
     "job-failed": "jobs of a suite that did not run, so that no baseline was written",
     "no-queries": "the sequence has no query at or after the event",

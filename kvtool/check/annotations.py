@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtool.check.outcome import Check
-from kvtool.check.sentences import row_sentence
+from kvtool.check.sentences import counted, gone_sentence, row_sentence
 from kvtool.errors import KvtoolError
 
 MOST = 10  # GitHub shows ten errors of a step
@@ -20,13 +20,13 @@ def github_annotations(check: Check) -> list[str]:
         if job.error is not None:
             found.append((f"{job.name}: failed", f"{job.error.message} [{job.error.code}]"))
         elif job.gone:
-            found.append((f"{job.name}: missing", f"the baseline has {job.gone} cells of a job that the suite lacks"))
+            found.append((f"{job.name}: missing", gone_sentence(job.gone)))
         for row in job.rows:
             if row.fails(check.strict):
                 found.append((f"{job.name}: {row.name}", row_sentence(row)))
     lines = [_command("error", check.suite, title, message) for title, message in found[:MOST]]
     more = f", the first {MOST} are shown" if len(found) > MOST else ""
-    summary = f"{len(found)} findings{more}; kind of the change: {check.kind}"
+    summary = f"{counted(len(found), 'finding')}{more}; kind of the change: {check.kind}"
     return [*lines, _command("notice", check.suite, "kvtool check", summary)]
 
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvtool.check.digits import stored
+from kvtool.check.cuts import rounding_parts
+from kvtool.check.digits import Number, stored
+from kvtool.check.undefined import counted_column
+from kvtool.compare.ties import coarser_of
 
 Outcome = Literal["same", "within", "better", "worse", "moved", "tie", "missing", "new", "failed"]
 Kind = Literal["identical", "numerics", "behaviour", "unknown"]
 Direction = Literal["lower", "higher", "none"]
-Number = float | int | None
 
 # From what must be looked at first to what need not be looked at.
 ORDER: tuple[Outcome, ...] = ("failed", "missing", "moved", "worse", "new", "better", "tie", "within", "same")
@@ -37,7 +39,8 @@ class Value:
     Attributes:
         old, new: what the baseline says and what was found; None is undefined, or not there at all.
         tolerance: that the two were held against.
-        changed_version: the metric's versions in the baseline and now, where they differ.
+        gone: it is no longer there at all.
+        changed: what the metric was in the baseline and what it is now, in words, where that makes it another number.
     """
 
     metric: str
@@ -46,7 +49,8 @@ class Value:
     new: Number
     direction: Direction
     tolerance: Tolerance
-    changed_version: tuple[int, int] | None = None
+    gone: bool = False
+    changed: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,13 @@ class LayerMove:
 
 @dataclass(frozen=True)
 class Row:
-    """One cell in one sequence: every metric, every layer whose decisions were compared."""
+    """One cell in one sequence: every metric, every layer whose decisions were compared; `gone` where nothing makes
+    the cell any more."""
 
     name: str
     values: tuple[Value, ...]
     layers: tuple[LayerMove, ...]
+    gone: bool = False
 
     def outcomes(self) -> set[Outcome]:
         return {value.outcome for value in self.values} | {layer.outcome for layer in self.layers}
@@ -116,11 +122,17 @@ def judge_value(old: Number, new: Number, tolerance: Tolerance, direction: Direc
     return "better" if (new < old) == (direction == "lower") else "worse"
 
 
-def judge_layer(layer: int, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> LayerMove:
+def judge_layer(
+    layer: int, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, coarser: str | None = None
+) -> LayerMove:
     """What became of the decisions of one layer.
 
-    A head whose evict steps differ is a tie where some token stood at the cut within rounding on both sides and as
-    many rows were kept. How many tokens changed places is not known: the baseline holds digests.
+    A head whose evict steps differ is a tie where kvtool.compare.ties says so of both sides. A head of which one side
+    keeps no cuts had no near ties, or exact ones only, which the newer token wins on every machine: it is compared
+    exactly.
+
+    Args:
+        coarser: `a` for old or `b` for new, where that side alone was computed in float32.
     """
     if old is None or new is None:
         return LayerMove(layer, "new" if old is None else "missing", "unknown")
@@ -133,14 +145,36 @@ def judge_layer(layer: int, old: Mapping[str, Any] | None, new: Mapping[str, Any
         return LayerMove(layer, "moved", "behaviour", tuple(heads), error=error)
     # Where the layer's digest alone differs, a head's short one met its like.
     moved = [head for head in heads if old["heads"][head] != new["heads"][head]] or list(heads)
-    tie = all(
-        old["near_ties"][head] > 0 and new["near_ties"][head] > 0 and old["kept"][head] == new["kept"][head]
-        for head in moved
-    )
+    before, now = old.get("cuts", {}), new.get("cuts", {})
+    tie = all(rounding_parts(before.get(str(head)), now.get(str(head)), coarser) for head in moved)
     kept = tuple((old["kept"][head], new["kept"][head]) for head in moved)
     return LayerMove(
         layer, "tie" if tie else "moved", "numerics" if tie else "behaviour", tuple(moved), kept, error=error
     )
+
+
+def changed_number(metric: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What the column `metric` was in one entry of a baseline and is in another, in words, where it is not one and
+    the same number: another version of its metric, or other parameters. A count of undefined values goes with what it
+    counts."""
+    names = (metric, counted_column(metric))
+    then, now = (next((v[n] for n in names if n in v), None) for v in (old.get("metrics", {}), new.get("metrics", {})))
+    if then != now:
+        return f"version {then}", f"version {now}"
+    before, after = (_asked(names, job.get("asked", {})) for job in (old, new))
+    if before == after:
+        return None
+    whole = before["label"] == after["label"]  # the defaults moved
+    said = [f"{one['label']} {one['parameters']}" if whole else str(one["label"]) for one in (before, after)]
+    return said[0], said[1]
+
+
+def _asked(names: tuple[str | None, ...], asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How the metric was asked for that has one of these columns."""
+    for one in asked.values():
+        if any(name in one["columns"] for name in names):
+            return {"label": one["label"], "parameters": one["parameters"]}
+    return {"label": "nothing by name", "parameters": {}}
 
 
 def judge_job(
@@ -154,7 +188,8 @@ def judge_job(
     Args:
         old, new: entries of a baseline (kvtool.check.baseline), `old` empty for a job that it lacks.
     """
-    versions_then, versions_now = old.get("metrics", {}), new["metrics"]
+    precision = (job.get("settings", {}).get("precision") for job in (old, new))
+    coarser = coarser_of(*precision)
     by_cell: dict[str, dict[int, tuple[Any, Any]]] = {}
     decisions_then, decisions_now = old.get("decisions", {}), new["decisions"]
     for key in sorted({*decisions_then, *decisions_now}):
@@ -167,16 +202,24 @@ def judge_job(
         values = []
         for metric in sorted({*then, *now}):
             tolerance, direction = tolerance_of(metric), direction_of(metric)
-            known, versions = (metric in then, metric in now), (versions_then.get(metric), versions_now.get(metric))
+            (was, before), (there, after) = _said(then, metric), _said(now, metric)
+            changed = changed_number(metric, old, new) if was and there else None
             outcome: Outcome
-            if known != (True, True):
-                outcome = "new" if known[1] else "missing"
-            elif versions[0] != versions[1]:  # the same word for another number
+            if not (was and there):
+                outcome = "new" if there else "missing"
+            elif changed is not None:  # the same word for another number
                 outcome = "moved"
             else:
-                outcome = judge_value(then[metric], now[metric], tolerance, direction)
-            changed = versions if all(known) and versions[0] != versions[1] else None
-            values.append(Value(metric, outcome, then.get(metric), now.get(metric), direction, tolerance, changed))
-        layers = [judge_layer(layer, *pair) for layer, pair in sorted(by_cell.get(name, {}).items())]
-        rows.append(Row(name, tuple(values), tuple(layers)))
+                outcome = judge_value(before, after, tolerance, direction)
+            values.append(Value(metric, outcome, before, after, direction, tolerance, not there, changed))
+        layers = [judge_layer(layer, *pair, coarser) for layer, pair in sorted(by_cell.get(name, {}).items())]
+        gone = name not in cells_now and not any(move.outcome != "missing" for move in layers)
+        rows.append(Row(name, tuple(values), tuple(layers), gone))
     return rows
+
+
+def _said(row: Mapping[str, Number], metric: str) -> tuple[bool, Number]:
+    """Whether a cell has a number, and which. A count of undefined values that is not written is 0."""
+    if metric in row:
+        return True, row[metric]
+    return (True, 0) if counted_column(metric) in row else (False, None)

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from kvtool.check.outcome import Check, JobOutcome
-from kvtool.check.sentences import row_sentence
+from kvtool.check.sentences import gone_sentence, row_sentence
 from kvtool.errors import KvtoolError
 from kvtool.files import write_durably, writing
 
@@ -24,13 +24,14 @@ def junit_xml(check: Check) -> bytes:
     for name in ("tests", "failures", "errors"):
         root.set(name, str(sum(int(suite.get(name, "0")) for suite in root)))
     root.set("time", f"{sum(job.seconds for job in check.jobs):.3f}")
-    ET.indent(root, " ")
-    raw: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
-    return raw + b"\n"
+    return _bytes(root)
 
 
 def write_junit(check: Check, path: Path) -> None:
     """Write the document whole or not at all.
+
+    Args:
+        path: a file, not a link to one (kvtool.check.places.file_target).
 
     Raises:
         KvtoolError: `disk-full` or `write-failed`.
@@ -39,14 +40,30 @@ def write_junit(check: Check, path: Path) -> None:
         write_durably(path, junit_xml(check))
 
 
-def writable(path: Path) -> None:
-    """Refuse a place where no file can be written, before minutes of work go into it.
+def write_junit_error(suite: Path, error: KvtoolError, path: Path) -> None:
+    """Write a document with the one error that kept the check from being made: the file of a former run, which may
+    say that all was well, must not stay.
 
     Raises:
-        KvtoolError: code `usage`.
+        KvtoolError: `disk-full` or `write-failed`.
     """
-    if path.is_dir() or not path.parent.is_dir():
-        raise KvtoolError("usage", f"--junit {path} is no file in an existing folder")
+    root = ET.Element("testsuites", name=_clean(f"kvtool check {suite}"))
+    element = ET.SubElement(root, "testsuite", name=_clean(suite.stem))
+    case = _case(element, suite.stem, "the check can be made")
+    hint = f"\n{error.hint}" if error.hint else ""
+    _fault(case, "error", error.code, f"{error.message} [{error.code}]{hint}")
+    for one in (root, element):
+        for name, count in (("tests", 1), ("failures", 0), ("errors", 1)):
+            one.set(name, str(count))
+        one.set("time", "0.000")
+    with writing(path):
+        write_durably(path, _bytes(root))
+
+
+def _bytes(root: ET.Element) -> bytes:
+    ET.indent(root, " ")
+    raw: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
+    return raw + b"\n"
 
 
 def _suite(job: JobOutcome, stem: str, strict: bool, accepted: bool) -> ET.Element:
@@ -60,7 +77,7 @@ def _suite(job: JobOutcome, stem: str, strict: bool, accepted: bool) -> ET.Eleme
     elif job.gone:
         case = _case(suite, cases, "the suite has the job")
         if not accepted:
-            _fault(case, "failure", "missing", f"the baseline has {job.gone} cells of a job that the suite lacks")
+            _fault(case, "failure", "missing", gone_sentence(job.gone))
             failures += 1
     for row in job.rows:
         case = _case(suite, cases, row.name)

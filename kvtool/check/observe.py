@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from kvtool.check.digits import stored
-from kvtool.check.judge import Number
+from kvtool.check.baseline import LARGEST
+from kvtool.check.cuts import packed, rounding_can_turn, same_cuts, short_digest
+from kvtool.check.digits import Number, steady, stored
+from kvtool.check.judge import Tolerance, changed_number
 from kvtool.check.measures import Measure
 from kvtool.check.suite import Job
+from kvtool.check.undefined import SUFFIX
 from kvtool.result import Result
 
 
@@ -23,55 +26,85 @@ def cell_name(entry: Mapping[str, Any]) -> str:
 
 
 def observe(job: Job, columns: Mapping[str, Measure], result: Result) -> dict[str, Any]:
-    """The entry of a baseline that says what `result` says, with all digits.
+    """The entry of a baseline that says what `result` says, with all digits and the cuts of every head that has near
+    ties; `merged` makes of it what is written.
 
     Args:
         columns: what is recorded of every cell.
     """
     replay = result.manifest["replay"]
+    asked = _asked(columns, replay["metrics"])
     return {
         "trace": result.manifest["trace"]["digest"],
         "settings": {
             **{key: replay[key] for key in ("evaluate", "precision", "prefix", "sinks", "window")},
             "layers": result.manifest["layers"]["text"],
         },
-        "metrics": {name: one.version for name, one in columns.items() if one.version is not None},
+        "metrics": {name: one.version for name, one in columns.items() if one.asked and one.version is not None},
+        **({"asked": asked} if asked else {}),
         "cells": _cells(result, columns),
         "decisions": _decisions(result) if job.decisions else {},
     }
 
 
+def _asked(columns: Mapping[str, Measure], described: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Metric -> how it was asked for, and what is recorded of it: with other parameters it is another number."""
+    found = {}
+    for metric in described:
+        mine = sorted(name for name, one in columns.items() if one.metric == metric["name"] and one.asked)
+        if mine:
+            parameters = {name: _plain(value) for name, value in metric["parameters"].items()}
+            found[metric["name"]] = {"label": metric["label"], "parameters": parameters, "columns": mine}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A parameter as JSON that comes back as it was: text for what a baseline holds no number for."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    sound = isinstance(value, float) and math.isfinite(value)
+    return value if sound or (isinstance(value, int) and abs(value) <= LARGEST) else repr(value)
+
+
 def _cells(result: Result, columns: Mapping[str, Measure]) -> dict[str, dict[str, Number]]:
     found: dict[str, dict[str, Number]] = {}
+    whole = [one for one in columns.values() if one.table == "cells"]
     for entry in result.entries("cells"):
         if entry["sequence"] is not None and entry["event"] is None:
-            found[cell_name(entry)] = {name: entry[name] for name, one in columns.items() if one.table == "cells"}
+            found[cell_name(entry)] = {one.name: entry[one.name] for one in whole if one.asked or entry[one.name]}
     for table in ("layers", "rows"):
-        names = [name for name, one in columns.items() if one.table == table]
-        parts: dict[str, dict[str, list[float]]] = {}
+        names = [one.name for one in columns.values() if one.table == table and one.counts is None]
+        parts: dict[str, dict[str, list[Number]]] = {}
         for entry in result.entries(table) if names else ():
             if entry["event"] is None:
                 of_cell = parts.setdefault(cell_name(entry), {name: [] for name in names})
                 for name in names:
-                    of_cell[name] += [] if entry[name] is None else [float(entry[name])]
-        for cell, known in parts.items():
-            found[cell] |= {name: fmean(values) if values else None for name, values in known.items()}
+                    of_cell[name].append(entry[name])
+        for cell, of_cell in parts.items():
+            for name, values in of_cell.items():
+                known = [float(value) for value in values if value is not None]
+                found[cell][name] = fmean(known) if known else None
+                if len(known) < len(values):
+                    found[cell][f"{name}{SUFFIX}"] = len(values) - len(known)
     return found
 
 
 def _decisions(result: Result) -> dict[str, dict[str, Any]]:
-    """Per cell and layer the digest of its evict steps, and head by head a short one, what stayed, how many stood at
-    the cut. `error` only serves to say which layers moved where decisions did not."""
+    """Per cell and layer the digest of its evict steps, and head by head a short one and what stayed; of heads with
+    near ties also the cuts. `error` only serves to say which layers moved where decisions did not."""
     errors = _layer_errors(result)
     found: dict[str, dict[str, Any]] = {}
     for entry in result.entries("evict_steps"):
         key = f"{cell_name(entry)} layer {entry['layer']}"
-        empty: dict[str, Any] = {"heads": [], "kept": [], "near_ties": []}
+        empty: dict[str, Any] = {"heads": [], "kept": [], "cuts": {}}
         layer = found.setdefault(key, {"digest": entry["digest"][:20], "error": errors.get(key), **empty})
         steps = np.asarray(entry["evict_step"], dtype="<i4")
-        layer["heads"].append(hashlib.sha256(steps.tobytes()).hexdigest()[:8])
+        told = (entry[name] for name in ("event_steps", "event_near_ties", "event_ties", "near_rows"))
+        cuts = packed(steps, *told)
+        if cuts is not None:
+            layer["cuts"][str(len(layer["heads"]))] = cuts
+        layer["heads"].append(short_digest(steps))
         layer["kept"].append(int((steps == len(steps)).sum()))
-        layer["near_ties"].append(sum(entry["event_near_ties"]))
     return found
 
 
@@ -88,22 +121,31 @@ def _layer_errors(result: Result) -> dict[str, Number]:
     return found
 
 
-def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any], steady: Any) -> dict[str, Any]:
-    """What an update writes for a job: `new` in the digits of a baseline, `old` where rounding alone differs."""
+def merged(
+    old: Mapping[str, Any] | None, new: Mapping[str, Any], tolerance_of: Callable[[str], Tolerance]
+) -> dict[str, Any]:
+    """What an update writes for a job: `new` in the digits of a baseline, `old` where rounding alone differs and the
+    tolerance lets it pass."""
     old = old or {}
-    same_versions = old.get("metrics", {})
     cells = {}
     for key, row in new["cells"].items():
         before = old.get("cells", {}).get(key, {})
         cells[key] = {
-            name: steady(before[name], value)
-            if name in before and same_versions.get(name) == new["metrics"].get(name)
+            name: steady(before[name], value, tolerance_of(name).allows)
+            if name in before and changed_number(name, old, new) is None
             else stored(value)
             for name, value in row.items()
         }
     decisions = {}
     for key, entry in new["decisions"].items():
-        before = old.get("decisions", {}).get(key)
-        error = stored(entry["error"]) if before is None else steady(before["error"], entry["error"])
-        decisions[key] = {**entry, "error": error}
+        before = old.get("decisions", {}).get(key, {})
+        cuts = {head: one for head, one in entry["cuts"].items() if rounding_can_turn(one)}
+        for head, former in before.get("cuts", {}).items():
+            if head in cuts and same_cuts(former, cuts[head]):
+                cuts[head] = former
+        decisions[key] = {
+            **{field: value for field, value in entry.items() if field != "cuts"},
+            "error": steady(before["error"], entry["error"]) if before else stored(entry["error"]),
+            **({"cuts": cuts} if cuts else {}),
+        }
     return {**new, "cells": cells, "decisions": decisions}

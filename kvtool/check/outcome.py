@@ -64,6 +64,7 @@ class Check:
         strict: whether what the baseline lacks is a failure too.
         updated: after an update whether the baseline's file changed; None without one.
         dropped: jobs that an update took out of the baseline, since the suite no longer has them.
+        anew: why an update used nothing of the former baseline; None where it did, or where there was none.
     """
 
     suite: Path
@@ -72,6 +73,7 @@ class Check:
     strict: bool = False
     updated: bool | None = None
     dropped: tuple[str, ...] = field(default=())
+    anew: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -103,6 +105,7 @@ class Check:
             "counts": self.counts(),
             "jobs": [_job(job, self.strict) for job in self.jobs],
             "dropped": list(self.dropped),
+            "anew": self.anew,
             "warnings": [f"{job.name}: {text}" for job in self.jobs for text in job.warnings],
         }
 
@@ -142,6 +145,7 @@ def _value(value: Value) -> Mapping[str, Any]:
         "direction": value.direction,
         "old": value.old,
         "new": value.new,
+        "change": None if value.changed is None else list(value.changed),
         "difference": value.new - value.old if both else None,  # type: ignore[operator]
         "tolerance": {"relative": value.tolerance.relative, "absolute": value.tolerance.absolute},
     }

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kvtool.check.measures import Measure, further_metrics, measures_of
 from kvtool.check.suite import Job, Suite
+from kvtool.check.suite_values import in_suite_words
 from kvtool.errors import KvtoolError
 from kvtool.replay.plan import make_plan
 from kvtool.replay.work import work_of
@@ -42,7 +41,8 @@ def prepared(suite: Suite, traces: Mapping[str, Trace]) -> dict[str, Prepared]:
     """Job name -> the job, its options held against its trace; all jobs of the suite.
 
     Raises:
-        KvtoolError: code `suite` where the suite asks for something that does not exist.
+        KvtoolError: code `suite` where the suite asks for something that does not exist; that of the trace where one
+            is at fault.
     """
     found = {}
     for job in suite.jobs:
@@ -58,7 +58,9 @@ def prepared(suite: Suite, traces: Mapping[str, Trace]) -> dict[str, Prepared]:
         except KvtoolError as error:
             # A file that is there and cannot be loaded has a cause: the job is at fault, not the suite.
             if error.code in ASKED_WRONGLY and error.__cause__ is None:
-                raise KvtoolError("suite", f"{suite.path}: job {job.name!r}: {error.message}", error.hint) from error
+                said = in_suite_words(error)
+                raise KvtoolError("suite", f"{suite.path}: job {job.name!r}: {said.message}", said.hint) from error
+            refuse_faulty_trace(job, error)
             found[job.name] = Prepared(job, fault=error)
     if not any(one.fault for one in found.values()):  # whose columns nobody knows
         suite.refuse_other_tolerances(name for one in found.values() for name in one.columns)
@@ -105,21 +107,12 @@ def refuse_other_traces(suite: Suite, jobs: list[Job], baseline: Mapping[str, An
             )
 
 
-def folders_of(jobs: list[Job], output: Path | None, force: bool) -> dict[str, Path]:
-    """Job -> where its result is kept.
+def refuse_faulty_trace(job: Job, error: KvtoolError) -> None:
+    """A trace that is damaged, unsafe or unfinished says nothing of the policies: no check can be made on it. One that
+    lacks what a policy needs is whole, and the job is at fault.
 
     Raises:
-        KvtoolError: `usage` where two names make one folder, `output-exists` for a result without `force`.
+        KvtoolError: of the same code, naming the job.
     """
-    found: dict[str, Path] = {}
-    for job in jobs if output is not None else ():
-        assert output is not None
-        folder = output / (re.sub(r"[^\w.-]+", "-", job.name).strip("-.") or "job")
-        if folder in found.values():
-            raise KvtoolError("usage", f"two jobs would be kept in {folder}", "give them names that differ in letters")
-        if folder.is_file():
-            raise KvtoolError("usage", f"{folder} is a file, not a folder for results")
-        if (folder / "manifest.json").exists() and not force:
-            raise KvtoolError("output-exists", f"{folder} holds a result already", "choose another -o, or add --force")
-        found[job.name] = folder
-    return found
+    if error.code.startswith("trace-") and error.code != "trace-lacks":
+        raise KvtoolError(error.code, f"job {job.name!r}, trace {job.trace!r}: {error.message}", error.hint) from error

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvtool.check.baseline import read_baseline, write_baseline
-from kvtool.check.digits import steady
 from kvtool.check.judge import Direction, Row, judge_job
 from kvtool.check.observe import merged, observe
 from kvtool.check.outcome import Check, JobOutcome
-from kvtool.check.prepare import Prepared, folders_of, prepared, refuse_other_traces, traces_of
+from kvtool.check.places import file_target, folders_of
+from kvtool.check.prepare import Prepared, prepared, refuse_faulty_trace, refuse_other_traces, traces_of
 from kvtool.check.suite import Job, Suite, read_suite
 from kvtool.errors import KvtoolError
 from kvtool.files import Lock, writing
@@ -44,18 +45,19 @@ def check(
         strict: what the baseline lacks is a failure too.
         only: names of jobs; the others are left alone.
         output: folder where the result of each job is kept, in a folder of its own.
-        force: replace results there.
+        force: replace results there; with `update` start from a baseline that cannot be read, or that is another
+            suite's, as if there were none.
         progress: told (units done, all, what is being done) of each job.
 
     Raises:
         KvtoolError: `suite`, `trace-changed`, `baseline` and whatever opening a trace says, before anything runs;
-            `job-failed` where an update would lose a job.
+            what a trace says that turns out to be damaged; `job-failed` where an update would lose a job.
     """
     suite = read_suite(path)
     jobs = suite.chosen([only] if isinstance(only, str) else only)
-    folders = folders_of(jobs, None if output is None else Path(output).resolve(), force)
+    folders = folders_of([job.name for job in jobs], None if output is None else Path(output).resolve(), force)
     with _held(suite.baseline, update):
-        baseline = _baseline(suite, update)
+        baseline, anew = _baseline(suite, update, force, bool(only))
         traces = traces_of(suite)
         if not update:
             refuse_other_traces(suite, jobs, baseline)
@@ -67,6 +69,7 @@ def check(
             result = _result(suite, one, traces[job.trace], _told(progress, job))
             seconds = time.monotonic() - began
             if isinstance(result, KvtoolError):
+                refuse_faulty_trace(job, result)
                 outcomes.append(JobOutcome(job.name, job.trace, error=result, seconds=seconds))
                 continue
             if job.name in folders:
@@ -77,7 +80,7 @@ def check(
         gone = [name for name in sorted(baseline) if name not in {job.name for job in suite.jobs}] if not only else []
         outcomes += [JobOutcome(name, None, gone=max(1, len(baseline[name]["cells"]))) for name in gone]
         whole = Check(suite.path, suite.baseline, tuple(outcomes), strict)
-        return _updated(whole, suite, baseline, found, gone) if update else whole
+        return replace(_updated(whole, suite, baseline, found, gone), anew=anew) if update else whole
 
 
 def _result(suite: Suite, one: Prepared, trace: Trace, progress: Progress | None) -> Result | KvtoolError:
@@ -118,9 +121,9 @@ def _updated(
             "mend them, or update the others with --only JOB",
         )
     kept = {name: job for name, job in baseline.items() if name not in gone}
-    kept |= {name: merged(baseline.get(name), new, steady) for name, new in found.items()}
-    changed = write_baseline(suite.baseline, kept)
-    return Check(whole.suite, whole.baseline, whole.jobs, whole.strict, changed, tuple(gone))
+    kept |= {name: merged(baseline.get(name), new, suite.tolerance) for name, new in found.items()}
+    changed = write_baseline(suite.baseline, kept, suite.file_name)
+    return replace(whole, updated=changed, dropped=tuple(gone))
 
 
 @contextlib.contextmanager
@@ -128,30 +131,50 @@ def _held(baseline: Path, update: bool) -> Iterator[None]:
     """Nobody else updates the same baseline in the meantime.
 
     Raises:
-        KvtoolError: `file-missing` where its folder is not there, `locked`, `write-failed`.
+        KvtoolError: `file-missing` where its folder is not there, `usage` where it is no file, `locked`,
+            `write-failed`.
     """
     if not baseline.parent.is_dir():
         raise KvtoolError("file-missing", f"{baseline.parent}, where the baseline belongs, is no folder")
+    file_target(baseline, "the baseline")
     if not update:
         yield
         return
-    with writing(baseline):
-        lock = Lock(baseline)
+    try:
+        with writing(baseline):
+            lock = Lock(baseline)
+    except KvtoolError as error:
+        hint = "wait for the other update; a check without --update need not wait"
+        raise KvtoolError(error.code, error.message, hint if error.code == "locked" else error.hint) from error
     try:
         yield
     finally:
         lock.release()
 
 
-def _baseline(suite: Suite, update: bool) -> dict[str, dict[str, Any]]:
-    found = read_baseline(suite.baseline)
+def _baseline(suite: Suite, update: bool, force: bool, some: bool) -> tuple[dict[str, dict[str, Any]], str | None]:
+    """What the baseline says, and why an update starts without it, if it does.
+
+    Args:
+        some: only some jobs run.
+    """
+    again = f"kvtool check {suite.path} --update"
+    way_out = f"bring it back from version control, or record everything anew with {again} --force"
+    try:
+        found = read_baseline(suite.baseline, suite.file_name, way_out)
+    except KvtoolError as error:
+        if not (update and force):
+            raise
+        if some:
+            raise KvtoolError(error.code, f"{error.message}; --only leaves the other jobs out", way_out) from error
+        return {}, error.message
     if found is None and not update:
         raise KvtoolError(
             "baseline",
             f"{suite.path} has no baseline yet: {suite.baseline} does not exist",
-            f"kvtool check {suite.path} --update writes it; commit it once it is right",
+            f"{again} writes it; commit it once it is right",
         )
-    return found or {}
+    return found or {}, None
 
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

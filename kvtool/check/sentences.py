@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from kvtool.check.judge import LayerMove, Number, Row, Value
+from kvtool.check.digits import Number
+from kvtool.check.judge import LayerMove, Row, Value
 from kvtool.words import spans
 
 MOST_LAYERS = 6  # whose KV heads are named
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 finding`, `2 findings`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def number(value: Number) -> str:
     return "null" if value is None else f"{value:.6g}"
+
+
+def gone_sentence(cells: int) -> str:
+    """What became of a job that the suite lacks."""
+    return f"the baseline has {counted(cells, 'cell')} of a job that the suite lacks"
 
 
 def change(old: Number, new: Number) -> str:
@@ -22,11 +33,11 @@ def change(old: Number, new: Number) -> str:
 
 def value_sentence(value: Value) -> str:
     """What became of one metric."""
-    if value.changed_version is not None:
-        then, now = value.changed_version
-        return f"{value.metric} is version {now} and was {then}: another number, which is not compared"
+    if value.changed is not None:
+        then, now = value.changed
+        return f"{value.metric} is of {now} and was of {then}: another number, which is not compared"
     if value.outcome == "missing":
-        what = "is null now" if value.old is not None else "is no longer there"
+        what = "is no longer there" if value.gone else "is null now"
         return f"{value.metric} {what}, was {number(value.old)}"
     if value.outcome == "new":
         return f"{value.metric} is new, {number(value.new)}"
@@ -46,6 +57,8 @@ def layers_sentence(layers: list[LayerMove]) -> str:
 
 def decision_sentences(row: Row) -> list[str]:
     """What became of the decisions of one cell, and where."""
+    if row.gone:
+        return ["the cell is gone: no policy, size, schedule and sequence of the suite makes it"]
     said = []
     for outcome, words in (
         ("moved", "decisions moved in"),
@@ -64,6 +77,8 @@ def decision_sentences(row: Row) -> list[str]:
 
 def value_sentences(row: Row) -> list[str]:
     """What became of the metrics of one cell; those within tolerance only where no other moved."""
+    if row.gone:
+        return []
     loud = [value for value in row.values if value.outcome not in ("same", "within")]
     return [value_sentence(value) for value in loud or row.values if value.outcome != "same"]
 

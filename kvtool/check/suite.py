@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.check.judge import Tolerance
+from kvtool.check.suite_values import OPTIONS, OWN, flag, in_suite_words, text
+from kvtool.check.undefined import counted_column
 from kvtool.errors import KvtoolError
 from kvtool.registry import did_you_mean
-from kvtool.words import parse_ids
 
 DEFAULT_METRICS = ("mean_layer_error", "mean_output_error", "predicted_kl")
 TOP = ("baseline", "defaults", "jobs", "tolerances", "traces", "verify")
@@ -49,12 +50,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Suite:
-    """A whole suite; `path` is the file as it was named, `folder` where its relative paths start, as an absolute path.
+    """A whole suite; `path` is the file as it was named, `folder` where its relative paths start, as an absolute path:
+    that of the file itself, also where `path` is a link to it. `file_name` is that file's.
     `verify`: whether every byte of the traces is checked, not their lengths alone.
     """
 
     path: Path
     folder: Path
+    file_name: str
     baseline: Path
     traces: Mapping[str, StoredTrace]
     jobs: tuple[Job, ...]
@@ -62,7 +65,10 @@ class Suite:
     verify: bool
 
     def tolerance(self, metric: str) -> Tolerance:
-        return self.tolerances.get(metric, self.tolerances["default"])
+        """What a column is held against: its own tolerance, or the default; none at all for counts of undefined
+        values that have no own."""
+        fallback = self.tolerances["default"] if counted_column(metric) is None else Tolerance(0, 0)
+        return self.tolerances.get(metric, fallback)
 
     def refuse_other_tolerances(self, columns: Iterable[str]) -> None:
         """A tolerance for what no job checks is a slip of the pen.
@@ -90,74 +96,6 @@ class Suite:
         return [job for job in self.jobs if not names or job.name in names]
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("is a text in quotes")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("is true or false")
-    return value
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError("is a whole number")
-    return value
-
-
-def _ratio(value: Any) -> str:
-    """A share as its decimal: the shortest spelling of a TOML float is what was typed."""
-    if isinstance(value, float) and math.isfinite(value):
-        return repr(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return _text(value)
-
-
-def _many(one: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    def read(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list) or not value:
-            raise ValueError("is a list with something in it")
-        try:
-            return tuple(one(member) for member in value)
-        except ValueError as error:
-            raise ValueError(f"is a list, and each of its entries {error}") from None
-
-    return read
-
-
-def _ids(value: Any) -> list[int] | None:
-    if isinstance(value, str):
-        return parse_ids(value, "ids")
-    return sorted(set(_many(_count)(value)))
-
-
-# Options of kvtool.replay that decide results.
-OPTIONS: dict[str, Callable[[Any], Any]] = {
-    "ratios": _many(_ratio),
-    "budgets": _many(_count),
-    "schedules": _many(_text),
-    "sinks": _count,
-    "window": _count,
-    "prefix": _count,
-    "layers": _ids,
-    "sequences": _ids,
-    "evaluate": _text,
-    "precision": _text,
-    "kl_windows": _many(_count),
-}
-OWN: dict[str, Callable[[Any], Any]] = {
-    "name": _text,
-    "trace": _text,
-    "policies": _many(_text),
-    "metrics": _many(_text),
-    "decisions": _flag,
-}
-
-
 def read_suite(path: str | Path) -> Suite:
     """Read and check a suite; nothing that it names is opened.
 
@@ -179,7 +117,8 @@ class _Reader:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._folder = file.resolve().parent
+        real = file.resolve()
+        self._folder, self._name = real.parent, real.name
 
     def _wrong(self, where: str, reason: str, hint: str | None = None) -> KvtoolError:
         return KvtoolError("suite", f"{self._file}: {where}{reason}", hint)
@@ -198,7 +137,8 @@ class _Reader:
         except ValueError as error:
             raise self._wrong(where, f"{key} {error}") from None
         except KvtoolError as error:
-            raise self._wrong(where, f"{key}: {error.message}", error.hint) from None
+            said = in_suite_words(error)
+            raise self._wrong(where, f"{key}: {said.message}", said.hint) from None
 
     def _needed(self, table: Mapping[str, Any], where: str, key: str) -> Any:
         if key not in table:
@@ -207,7 +147,9 @@ class _Reader:
 
     def suite(self, document: Mapping[str, Any]) -> Suite:
         top = self._table(document, "the suite ", TOP)
-        baseline = self._file.parent / self._value(_text, "", "baseline", self._needed(top, "", "baseline"))
+        linked = self._file.parent.resolve() != self._folder  # else the path as it was named reads better
+        folder = self._folder if linked else self._file.parent
+        baseline = folder / self._value(text, "", "baseline", self._needed(top, "", "baseline"))
         traces = {
             name: self._trace(name, value)
             for name, value in self._table(self._needed(top, "", "traces"), "traces ").items()
@@ -225,23 +167,23 @@ class _Reader:
             if job.name in [other.name for other in jobs[:number]]:
                 raise self._wrong("", f"two jobs are called {job.name!r}", "the baseline knows jobs by their names")
         tolerances = self._tolerances(self._table(top.get("tolerances", {}), "tolerances "))
-        verify = self._value(_flag, "", "verify", top.get("verify", False))
-        return Suite(self._file, self._folder, baseline, traces, jobs, tolerances, verify)
+        verify = self._value(flag, "", "verify", top.get("verify", False))
+        return Suite(self._file, self._folder, self._name, baseline, traces, jobs, tolerances, verify)
 
     def _trace(self, name: str, value: Any) -> StoredTrace:
         where = f"trace {name!r}: "
         table = self._table(value, f"trace {name!r} ", ("digest", "path"))
-        digest = self._value(_text, where, "digest", self._needed(table, where, "digest"))
+        digest = self._value(text, where, "digest", self._needed(table, where, "digest"))
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise self._wrong(where, "digest is 64 hex digits", "kvtool inspect shows it")
-        path = self._folder / self._value(_text, where, "path", self._needed(table, where, "path"))
+        path = self._folder / self._value(text, where, "path", self._needed(table, where, "path"))
         return StoredTrace(name, path, digest)
 
     def _job(self, number: int, defaults: Mapping[str, Any], own: Mapping[str, Any]) -> Job:
         sizes = ("ratios", "budgets")
         sized = any(key in own for key in sizes)  # a job's own budgets stand instead of ratios for all, not beside them
         table = {**{key: value for key, value in defaults.items() if not (sized and key in sizes)}, **own}
-        name = self._value(_text, f"job {number}: ", "name", self._needed(table, f"job {number}: ", "name"))
+        name = self._value(text, f"job {number}: ", "name", self._needed(table, f"job {number}: ", "name"))
         where = f"job {name!r}: "
         self._table(table, f"job {name!r} ", (*OWN, *OPTIONS))
         if "ratios" in table and "budgets" in table:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvtool.compare.pairs import Ids, Numbers, Pairs, numbers
 from kvtool.compare.sides import Side
-from kvtool.compare.ties import Cuts, in_ties
+from kvtool.compare.ties import Cuts, coarser_of, in_ties
 from kvtool.errors import KvtoolError
 from kvtool.retained import MOST_NEAR
 
@@ -96,7 +96,7 @@ def decisions_of(a: Side, b: Side, pairs: Pairs) -> Decisions:
     cuts_a, cuts_b = ([Lists.of(side, name) for name in CUTS] for side in (a, b))
     margins = None not in (*cuts_a, *cuts_b)
     kind = np.full(len(pairs), UNKNOWN, dtype=np.int64)
-    coarser = _coarser(a, b)
+    coarser = coarser_of(*(_precision(side) for side in (a, b)))
     if left is not None and right is not None:
         for index, (row_a, row_b) in enumerate(zip(pairs.rows_a.tolist(), pairs.rows_b.tolist(), strict=True)):
             ours, theirs = left[row_a], right[row_b]
@@ -132,10 +132,8 @@ def _cuts(columns: Sequence[Lists | None], row: int, side: str) -> Cuts | None:
         raise KvtoolError("result-damaged", f"{side} holds lists of near ties that do not fit: {error}") from error
 
 
-def _coarser(a: Side, b: Side) -> str | None:
-    """The side that computed in float32 where the other did in float64: its rounding is what parts them."""
-    precision = [str((side.result.manifest.get("replay") or {}).get("precision")) for side in (a, b)]
-    return {("float32", "float64"): "a", ("float64", "float32"): "b"}.get((precision[0], precision[1]))
+def _precision(side: Side) -> object:
+    return (side.result.manifest.get("replay") or {}).get("precision")
 
 
 def rolled_up(kinds: Iterable[int]) -> str:

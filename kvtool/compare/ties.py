@@ -65,3 +65,10 @@ def in_ties(a: Ids, b: Ids, cuts_a: Cuts, cuts_b: Cuts, coarser: str | None = No
     reach = {"a": cuts_a.near[first], "b": cuts_b.near[first]}
     near = reach["a"] & reach["b"] if coarser is None else reach[coarser]
     return int(lost.sum()) == int(gained.sum()) and set(np.flatnonzero(lost | gained).tolist()) <= near
+
+
+def coarser_of(precision_a: object, precision_b: object) -> str | None:
+    """The side, `a` or `b`, that computed in float32 where the other did in float64: its rounding is what parts
+    them. None where both round alike."""
+    known = {("float32", "float64"): "a", ("float64", "float32"): "b"}
+    return known.get((str(precision_a), str(precision_b)))

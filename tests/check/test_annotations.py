@@ -13,6 +13,7 @@ from kvtool.check.judge import LayerMove, Row
 from kvtool.check.outcome import Check, JobOutcome
 from kvtool.cli.main import run
 from kvtool.errors import KvtoolError
+from kvtool.report.terminal_check import summary_sentence
 
 from .conftest import Suite
 
@@ -100,3 +101,13 @@ def test_when_they_are_written(
 def test_another_word_is_refused(suite: Suite, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["check", str(suite()), "--annotations", "gitlab"]) == 2
     assert "[usage]" in capfd.readouterr().err
+
+
+def test_one_finding_is_one() -> None:
+    lines = found(JobOutcome("gone", None, gone=1))
+    assert read(lines[0])[2] == "the baseline has 1 cell of a job that the suite lacks"
+    assert read(lines[-1])[2] == "1 finding; kind of the change: unknown"
+    one = Check(Path("check.toml"), Path("check.json"), (JobOutcome("gone", None, gone=1),))
+    assert summary_sentence(one).startswith("1 of 1 job fails (1 missing)")
+    passes = Check(Path("check.toml"), Path("check.json"), (JobOutcome("a", "t", (Row("c", (), ()),)),))
+    assert summary_sentence(passes).startswith("the one cell passes (1 same)")

@@ -12,6 +12,7 @@ import pytest
 from kvtool.check import Check, check
 from kvtool.cli.main import run
 from kvtool.errors import KvtoolError
+from kvtool.files import Lock
 from kvtool.metrics.output_error import OutputError
 from kvtool.result import Result
 
@@ -261,6 +262,22 @@ def test_an_update_leaves_lines_alone_that_rounding_moved(suite: Suite) -> None:
     assert document(path) == nudged
 
 
+def test_an_update_leaves_nothing_that_the_tolerance_calls_worse(suite: Suite) -> None:
+    exact = "[tolerances]\nmean_output_error = {relative = 0, absolute = 0}\n"
+    path = suite(exact)
+    check(path, update=True)
+    recorded = document(path)
+    cell = recorded["jobs"]["first"]["cells"][CELL]
+    edited(
+        path, lambda jobs: jobs["first"]["cells"][CELL].update({name: one * (1 - 3e-12) for name, one in cell.items()})
+    )
+    assert rows(check(path))[CELL].outcome == "worse"
+    assert check(path, update=True).updated
+    assert document(path)["jobs"]["first"]["cells"][CELL]["mean_output_error"] == cell["mean_output_error"]
+    assert document(path)["jobs"]["first"]["cells"][CELL]["mean_layer_error"] != cell["mean_layer_error"]
+    assert check(path).ok
+
+
 def test_results_are_kept_on_request_and_not_overwritten(suite: Suite, tmp_path: Path) -> None:
     path = suite('[[jobs]]\nname = "a/b: c"\npolicies = ["tova"]')
     out = tmp_path / "out"
@@ -314,3 +331,117 @@ def test_the_json_document(suite: Suite, capfd: pytest.CaptureFixture[str]) -> N
     (metric,) = (metric for metric in cell["metrics"] if metric["outcome"] == "worse")
     assert metric["difference"] == metric["new"] - 0.1
     assert (metric["metric"], metric["direction"]) == ("mean_output_error", "lower")
+
+
+def test_a_damaged_baseline_can_be_left_behind_and_it_is_said(suite: Suite, capfd: pytest.CaptureFixture[str]) -> None:
+    path = suite(SECOND)
+    check(path, update=True)
+    whole = (path.parent / "check.json").read_bytes()
+    merged = whole.replace(b' "schema"', b'=======\n "schema"')
+    (path.parent / "check.json").write_bytes(merged)
+    for more in ([], ["--update"], ["--force"], ["--update", "--force", "--only", "first"]):
+        assert run(["check", str(path), *more]) == 2
+        err = capfd.readouterr().err
+        assert "[baseline]" in err
+        assert f"kvtool check {path} --update --force" in err
+        assert (path.parent / "check.json").read_bytes() == merged
+    assert run(["check", str(path), "--update", "--force"]) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "everything is recorded anew, nothing was taken over" in said
+    assert "cannot be read as a baseline" in said
+    assert (path.parent / "check.json").read_bytes() == whole
+    assert check(path, update=True, force=True).anew is None  # a whole one is not left behind
+    assert check(path, strict=True).ok
+
+
+def test_two_suites_do_not_share_a_baseline(suite: Suite) -> None:
+    path = suite()
+    check(path, update=True)
+    other = path.with_name("other.toml")
+    other.write_text(path.read_text())
+    for update in (False, True):
+        with pytest.raises(KvtoolError, match=r"baseline of another suite, 'check\.toml'"):
+            check(other, update=update)
+    assert "another suite" in (check(other, update=True, force=True).anew or "")  # as after renaming it
+    assert check(other, strict=True).ok
+
+
+def test_a_policy_that_is_gone_is_said_once(suite: Suite, capfd: pytest.CaptureFixture[str]) -> None:
+    check(suite(), update=True)
+    path = suite(jobs=JOB.replace('"knorm", ', ""))
+    found = check(path)
+    assert (rows(found)[CELL].outcome, rows(found)[CELL].gone, found.ok) == ("missing", True, False)
+    assert run(["check", str(path)]) == 1
+    said = " ".join(capfd.readouterr().out.split())
+    assert said.count("the cell is gone") == 1
+    assert "mean_layer_error" not in said
+
+
+def test_what_to_do_next_is_what_can_be_done(suite: Suite, capfd: pytest.CaptureFixture[str]) -> None:
+    path = suite('[[jobs]]\nname = "mine"\npolicies = ["mine.py:Mine"]\n')
+    (path.parent / "mine.py").write_text(BROKEN.format(scores=GOOD))
+    check(path, update=True)
+    (path.parent / "mine.py").write_text(BROKEN.format(scores=NAN))
+    capfd.readouterr()
+    assert run(["check", str(path)]) == 1
+    step = capfd.readouterr().err.splitlines()[-1]
+    assert "mend what failed" in step
+    assert "accepts what moved" not in step
+    (path.parent / "mine.py").write_text(BROKEN.format(scores="-" + GOOD))
+    assert run(["check", str(path)]) == 1
+    assert "--update accepts them" in capfd.readouterr().err.splitlines()[-1]
+    lock = Lock(path.parent / "check.json")
+    try:
+        assert run(["check", str(path), "--update"]) == 2
+    finally:
+        lock.release()
+    err = capfd.readouterr().err
+    assert "[locked]" in err
+    assert "-o" not in err.splitlines()[-1]
+
+
+def test_names_cannot_speak_to_the_terminal(suite: Suite, capfd: pytest.CaptureFixture[str]) -> None:
+    path = suite(jobs=JOB.replace('"first"', '"a\\u001b[31m\\nb [bold]"').replace('"knorm"', '"mine.py:Mine"'))
+    (path.parent / "mine.py").write_text(BROKEN.format(scores=GOOD))
+    assert run(["check", str(path), "--update"]) == 0
+    (path.parent / "mine.py").write_text(BROKEN.format(scores="(_ for _ in ()).throw(ValueError('\\x1b[2J'))"))
+    assert run(["check", str(path)]) == 1
+    out, err = capfd.readouterr()
+    assert "\x1b" not in out + err
+    assert "a\\x1b[31m\\nb [bold]" in out
+
+
+@pytest.mark.parametrize("place", [b"keys", b"queries"])
+def test_a_trace_that_turns_out_to_be_damaged_is_no_finding(
+    suite: Suite, tmp_path: Path, place: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy.zarr"
+    shutil.copytree(SAMPLES / "tiny-gqa.zarr", copy)
+    path = suite(head=HEAD.replace(str(SAMPLES / "tiny-gqa.zarr"), "copy.zarr"))
+    check(path, update=True)
+    chunk = copy / "sequences" / "0000" / "layers" / "03" / place.decode() / "c" / "0" / "0" / "0"
+    raw = bytearray(chunk.read_bytes())
+    raw[100] ^= 1
+    chunk.write_bytes(raw)
+    for more in ([], ["--update"]):
+        assert run(["check", str(path), *more]) == 2
+        err = capfd.readouterr().err
+        assert "[trace-damaged]" in err
+        assert "job 'first', trace 'tiny'" in err
+
+
+@pytest.mark.parametrize(
+    ("code", "refused"),
+    [("trace-damaged", True), ("trace-unsafe", True), ("trace-format", True), ("trace-lacks", False)],
+)
+def test_a_trace_that_lacks_something_is_whole(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch, code: str, refused: bool
+) -> None:
+    path = suite()
+    check(path, update=True)
+
+    def fails(*arguments: Any, **options: Any) -> None:
+        raise KvtoolError(code, "as planted")
+
+    monkeypatch.setattr("kvtool.check.run.replay", fails)
+    assert run(["check", str(path)]) == (2 if refused else 1)

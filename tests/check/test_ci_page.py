@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import tomllib
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -14,6 +16,7 @@ from typer.main import get_command
 from kvtool.check.judge import Kind, Outcome
 from kvtool.check.measures import COUNTED
 from kvtool.check.suite import DEFAULT_METRICS, OPTIONS, OWN, TOP
+from kvtool.check.undefined import COUNTED_BY, SUFFIX
 from kvtool.cli.main import app
 
 from .conftest import SAMPLES
@@ -68,3 +71,26 @@ def test_the_suite_on_the_page_is_one() -> None:
     suite = tomllib.loads(block)
     digests = dict(line.split() for line in (SAMPLES / "DIGESTS").read_text().splitlines())
     assert suite["traces"]["tiny"]["digest"] == digests["tiny-gqa"]
+
+
+def test_the_attributes_on_the_page_and_of_the_repository_reach_every_trace(tmp_path: Path) -> None:
+    (line,) = re.findall(r"`(\S+ -text)` in `\.gitattributes`", TEXT)
+    own = next(line for line in (SAMPLES.parent / ".gitattributes").read_text().splitlines() if ".zarr" in line)
+    for attributes in (line, own):
+        subprocess.run(["git", "init", "-q", tmp_path], check=True)
+        (tmp_path / ".gitattributes").write_text(attributes + "\n")
+        inside = ("a.zarr/COMMIT.json", "traces/a.zarr/COMMIT.json", "deep/er/a.zarr/sequences/0000/tokens/c/0")
+        asked = ["git", "-C", tmp_path, "check-attr", "text", "--", *inside, "traces/gate.json"]
+        said = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.splitlines()
+        assert [words.rpartition(": ")[2] for words in said] == ["unset"] * len(inside) + ["unspecified"]
+
+
+def test_the_checkout_brings_what_lfs_keeps() -> None:
+    (checkout,) = (step for step in YAML[0]["jobs"]["check"]["steps"] if "checkout" in step.get("uses", ""))
+    assert checkout["with"]["lfs"] is True
+
+
+def test_undefined_values_are_on_the_page() -> None:
+    assert {f"`{name}`" for name in (*COUNTED_BY, *COUNTED_BY.values(), f"NAME{SUFFIX}")} <= set(
+        re.findall(r"`[^`\n]+`", TEXT)
+    )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvtool.check.cuts import packed
 from kvtool.check.digits import steady, stored
 from kvtool.check.judge import Tolerance, judge_job, judge_layer, judge_value
+from kvtool.check.sentences import row_sentence
 
 LOOSE = Tolerance(relative=0.1, absolute=0.01)
 
@@ -40,12 +43,21 @@ def test_every_outcome_of_a_number(old: Any, new: Any, direction: Any, outcome: 
     assert judge_value(old, new, LOOSE, direction) == outcome
 
 
-def layer(*heads: str, digest: str = "d", kept: tuple[int, ...] = (4, 4), near: tuple[int, ...] = (0, 0)) -> dict:
-    return {"digest": digest, "error": 0.5, "heads": list(heads), "kept": list(kept), "near_ties": list(near)}
+# Eight tokens, an event at step 6 that evicts two of the first six.
+FIRST, SECOND, THIRD = ([6, 6, 8, 8, 8, 8, 8, 8], [6, 8, 6, 8, 8, 8, 8, 8], [8, 8, 8, 8, 6, 6, 8, 8])
+
+
+def layer(*heads: str, digest: str = "d", cuts: dict[int, Any] | None = None) -> dict[str, Any]:
+    """A layer whose heads kept six tokens each; cuts are KV head -> (evict steps, rows of near ties, exact ties)."""
+    kept = {
+        str(head): packed(np.array(steps), [6], [len(near)], [exact], near)
+        for head, (steps, near, exact) in (cuts or {}).items()
+    }
+    return {"digest": digest, "error": 0.5, "heads": list(heads), "kept": [6] * len(heads), "cuts": kept}
 
 
 OLD = layer("a", "b")
-TIED = layer("a", "b", near=(0, 2))
+TIED = layer("a", "b", cuts={1: (FIRST, [1, 2], 0)})
 
 
 @pytest.mark.parametrize(
@@ -56,13 +68,29 @@ TIED = layer("a", "b", near=(0, 2))
         (OLD, {**OLD, "error": None}, "same", "numerics", ()),
         (OLD, layer("a", "c", digest="e"), "moved", "behaviour", (1,)),
         (OLD, layer("x", "c", digest="e"), "moved", "behaviour", (0, 1)),
-        (TIED, layer("a", "c", digest="e", near=(0, 2)), "tie", "numerics", (1,)),
-        (TIED, layer("a", "c", digest="e", near=(0, 0)), "moved", "behaviour", (1,)),
-        (OLD, layer("a", "c", digest="e", near=(0, 2)), "moved", "behaviour", (1,)),
-        (TIED, layer("a", "c", digest="e", near=(0, 2), kept=(4, 5)), "moved", "behaviour", (1,)),
-        (TIED, layer("x", "c", digest="e", near=(0, 2)), "moved", "behaviour", (0, 1)),  # one of the two is no tie
+        (TIED, layer("a", "c", digest="e", cuts={1: (SECOND, [1, 2], 0)}), "tie", "numerics", (1,)),
+        (TIED, layer("a", "c", digest="e", cuts={1: (SECOND, [1, 2], 2)}), "tie", "numerics", (1,)),  # exact by luck
+        (
+            TIED,
+            layer("a", "c", digest="e", cuts={1: (THIRD, [1, 2], 0)}),
+            "moved",
+            "behaviour",
+            (1,),
+        ),  # more than the ties
+        (TIED, layer("a", "c", digest="e", cuts={1: (SECOND, [0, 3], 0)}), "moved", "behaviour", (1,)),  # other tokens
+        (TIED, layer("a", "c", digest="e"), "moved", "behaviour", (1,)),
+        (OLD, layer("a", "c", digest="e", cuts={1: (SECOND, [1, 2], 0)}), "moved", "behaviour", (1,)),
+        (TIED, layer("a", "c", digest="e", cuts={1: (SECOND[:7], [1, 2], 0)}), "moved", "behaviour", (1,)),
+        (
+            TIED,
+            layer("x", "c", digest="e", cuts={1: (SECOND, [1, 2], 0)}),
+            "moved",
+            "behaviour",
+            (0, 1),
+        ),  # one is no tie
         (OLD, layer("a", "b", digest="e"), "moved", "behaviour", (0, 1)),  # short digests that met their like
-        (OLD, layer("a", digest="e", kept=(4,), near=(0,)), "moved", "behaviour", (0,)),
+        (TIED, layer("a", "b", digest="e", cuts={1: (FIRST, [1, 2], 0)}), "moved", "behaviour", (0, 1)),
+        (OLD, layer("a", digest="e"), "moved", "behaviour", (0,)),
         (None, OLD, "new", "unknown", ()),
         (OLD, None, "missing", "unknown", ()),
     ],
@@ -78,8 +106,24 @@ def job(
     return {"cells": cells, "decisions": decisions or {}, "metrics": {"error": 1} if versions is None else versions}
 
 
+def asked(**parameters: Any) -> dict[str, Any]:
+    how = {"label": f"error:{parameters}", "parameters": parameters, "columns": ["error"]}
+    return {**job({"c": {"error": 1.0}}), "asked": {"error": how}}
+
+
+def undefined(values: int, **others: Any) -> dict[str, Any]:
+    """The same mean of what is defined, and how much is not: written where there is any."""
+    return job({"c": {"error": 1.0, **others, **({"error:undefined": values} if values else {})}})
+
+
 def judged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    rows = judge_job(old, new, lambda metric: LOOSE, lambda metric: "none" if metric == "count" else "lower")
+    tight = Tolerance(0, 0)
+    rows = judge_job(
+        old,
+        new,
+        lambda metric: tight if ":" in metric else LOOSE,
+        lambda metric: "none" if metric == "count" else "lower",
+    )
     return {row.name: row for row in rows}
 
 
@@ -114,7 +158,7 @@ def judged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         ),
         (
             job({"c": {"error": 1.0}}, {"c layer 3": TIED}),
-            job({"c": {"error": 1.0}}, {"c layer 3": {**TIED, "digest": "e", "heads": ["a", "c"]}}),
+            job({"c": {"error": 1.0}}, {"c layer 3": layer("a", "c", digest="e", cuts={1: (SECOND, [1, 2], 0)})}),
             "tie",
             "numerics",
             False,
@@ -128,6 +172,15 @@ def judged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         (job({"c": {"error": None}}), job({"c": {"error": 1.0}}), "new", "unknown", False, True),
         (job({"c": {"error": 1.0}}), job({"c": {"error": None}}), "missing", "unknown", True, True),
         (job({"c": {"error": 1.0}}), job({"c": {"error": 1.0}}, versions={"error": 2}), "moved", "unknown", True, True),
+        (asked(limit=0.5), asked(limit=0.5), "same", "identical", False, False),
+        (asked(limit=0.5), asked(limit=0.9), "moved", "unknown", True, True),
+        (job({"c": {"error": 1.0}}), asked(limit=0.5), "moved", "unknown", True, True),
+        (undefined(0), undefined(1), "worse", "unknown", True, True),
+        (undefined(1), undefined(0), "better", "unknown", False, False),
+        (undefined(1), undefined(1), "same", "identical", False, False),
+        (job({}), undefined(1), "new", "unknown", False, True),
+        (undefined(1), job({}), "missing", "unknown", True, True),
+        (job({"c": {"count": 3}}), undefined(1, count=3), "new", "unknown", False, True),
     ],
 )
 def test_every_outcome_of_a_cell(old: Any, new: Any, outcome: str, kind: str, fails: bool, strict: bool) -> None:
@@ -151,4 +204,29 @@ def test_numbers_are_stored_in_twelve_digits_and_stay_where_rounding_alone_moved
     assert steady(0.123456789012, 0.123456789013) == 0.123456789012
     assert steady(0.123456789012, 0.1234567891) == 0.1234567891
     assert steady(None, 0.5) == 0.5
+    assert steady(0.123456789012, 0.123456789013, Tolerance(0, 0).allows) == 0.123456789013
     assert steady(0.5, None) is None
+
+
+def test_in_float32_against_float64_the_coarser_side_says_how_far_rounding_reaches() -> None:
+    old = layer("a", "b", cuts={1: (FIRST, [1, 2], 0)})
+    new = layer("a", "c", digest="e", cuts={1: (SECOND, [1], 1)})
+    assert judge_layer(7, old, new).outcome == "moved"
+    assert judge_layer(7, old, new, "a").outcome == "tie"
+    jobs = [
+        {**job({}, {"c layer 7": entry}), "settings": {"precision": precision}}
+        for entry, precision in ((old, "float32"), (new, "float64"))
+    ]
+    assert judged(*jobs)["c"].outcome == "tie"
+    assert judged(jobs[0], {**jobs[1], "settings": jobs[0]["settings"]})["c"].outcome == "moved"
+
+
+def test_a_cell_that_is_gone_is_said_once() -> None:
+    row = judged(job({"c": {"error": 1.0, "count": 2}}, {"c layer 3": OLD}), job({}))["c"]
+    assert (row.gone, row.outcome) == (True, "missing")
+    assert (
+        row_sentence(row) == "unknown: the cell is gone: no policy, size, schedule and sequence of the suite makes it"
+    )
+    row = judged(job({"c": {"error": 1.0, "count": 2}}), job({"c": {"error": None}}))["c"]
+    assert not row.gone
+    assert "count is no longer there, was 2; error is null now, was 1" in row_sentence(row)

@@ -34,6 +34,21 @@ BAD = {
     "unknown policy": ({"further": "", "jobs": JOB.replace("knorm", "knrom")}, "there is no policy 'knrom'"),
     "policy file not there": ({"jobs": JOB.replace('"knorm"', '"no.py:No"')}, "no.py does not exist"),
     "ratio 1.5": ({"further": "ratios = [1.5]"}, "1.5"),
+    "window below 0": ({"further": "window = -8"}, "job 'first': window is a whole number from 0 on"),
+    "sinks beyond all": ({"further": "sinks = 3000000000"}, "job 'first': sinks is a whole number from 0 on"),
+    "budget 0": ({"further": "budgets = [0]"}, "job 'first': budgets: budget 0 keeps no token"),
+    "evaluate nonsense": ({"further": 'evaluate = "dead"'}, "job 'first': evaluate: 'dead' is unknown"),
+    "precision nonsense": ({"further": 'precision = "float16"'}, "job 'first': precision: 'float16' is unknown"),
+    "no window of steps": ({"further": "kl_windows = [0]"}, "kl_windows is a list, and each of its entries is a whole"),
+    "interval 0": ({"further": 'schedules = ["every:0"]'}, "job 'first': schedules: every 0 is too small"),
+    "pool over several events": (
+        {"further": 'evaluate = "pool"\nschedules = ["every:16"]\nbudgets = [40]'},
+        "job 'first': evaluate pool speaks of one event",
+    ),
+    "mark without a budget": (
+        {"further": 'schedules = ["high-water:64"]'},
+        "job 'first': high-water 64 needs a budget in tokens below it",
+    ),
     "unknown schedule": ({"further": 'schedules = ["evry:3"]'}, "evry"),
     "unknown metric": ({"jobs": JOB.replace("mean_output_error", "mean_output_eror")}, "no metric 'mean_output_eror'"),
     "tolerance of no column": ({"further": "[tolerances]\npredicted_kl = {relative = 1}"}, "no job has the column"),
@@ -57,6 +72,8 @@ def test_a_bad_suite_is_refused(case: str, suite: Suite, capfd: pytest.CaptureFi
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("error: ")
+    assert "--" not in err.replace(str(path), "")  # a suite has keys, no options
+    assert "-b " not in err
     assert sorted(p.name for p in path.parent.iterdir()) == ["check.toml"]
 
 
