@@ -31,7 +31,7 @@ def write_junit(check: Check, path: Path) -> None:
     """Write the document whole or not at all.
 
     Args:
-        path: a file, not a link to one (kvtool.check.places.file_target).
+        path: a file, not a link to one (kvtool.check.places.report_target).
 
     Raises:
         KvtoolError: `disk-full` or `write-failed`.

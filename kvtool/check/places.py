@@ -38,6 +38,21 @@ def file_target(path: Path, what: str) -> Path:
     return real
 
 
+def report_target(path: Path, option: str) -> Path:
+    """The file behind `path` for an XML report; one that is there is replaced only if it is XML itself.
+
+    Raises:
+        KvtoolError: as `file_target`, and `output-exists` for a file of something else, a suite perhaps.
+    """
+    real = file_target(path, option)
+    if real.exists():
+        with real.open("rb") as file:
+            start = file.read(5)
+        if start not in (b"", b"<?xml"):
+            raise KvtoolError("output-exists", f"{option} {path} is no XML file, and stays", "name another file")
+    return real
+
+
 def _is_stream(found: os.stat_result, stream: int) -> bool:
     try:
         return os.path.samestat(found, os.fstat(stream))

@@ -44,7 +44,7 @@ def command(
     from kvtool.check import check
     from kvtool.check.annotations import github_annotations, github_error
     from kvtool.check.junit import write_junit, write_junit_error
-    from kvtool.check.places import file_target
+    from kvtool.check.places import report_target
     from kvtool.cli.console import answer, hint, json_answer, progress_on_terminal, use_threads
     from kvtool.errors import KvtoolError
     from kvtool.report.terminal_check import check_views
@@ -52,7 +52,7 @@ def command(
 
     annotate, report = _annotates(None), None
     try:
-        report = None if junit is None else file_target(junit, "--junit")
+        report = None if junit is None else report_target(junit, "--junit")
         annotate = _annotates(annotations)
         use_threads(threads)
         with plugins.switched_off(no_plugins), progress_on_terminal("check") as progress:

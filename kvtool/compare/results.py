@@ -169,9 +169,9 @@ def _comparable(a: Side, b: Side, columns: Columns, sequences: list[int]) -> tup
     """
     if not unlike_layers(a, b, sequences):
         return columns.compared, []
-    kept = [one for one in columns.compared if one.column.level != "cell"]
+    kept = [one for one in columns.compared if one.column.level != "cell" and not one.column.share]
     ids = " and ".join(str(side.result.manifest["layers"]["text"]) for side in (a, b))
-    said = f"A and B were measured on other layers ({ids}), so means over layers are not compared"
+    said = f"A and B were measured on other layers ({ids}), so means over layers and shares of them are not compared"
     if not kept:
         raise KvtoolError("usage", said, "compare layer_error or output_error, or replay the same layers")
     return kept, [said]

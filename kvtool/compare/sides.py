@@ -191,7 +191,9 @@ def matched(a: Side, b: Side) -> tuple[Side, Side, list[str]]:
             "compare two results of one command",
         )
     (left, about_a), (right, about_b) = _followed(a, b, "A"), _followed(b, a, "B")
-    one_result = a.result is b.result or (a.path is not None and a.path == b.path)
+    one_result = a.result is b.result
+    if a.path is not None and b.path is not None:
+        one_result = one_result or Path(a.path).resolve() == Path(b.path).resolve()
     if one_result and a.selector != b.selector and left.pins == right.pins:
         raise KvtoolError(
             "usage",

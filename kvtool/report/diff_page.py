@@ -47,7 +47,8 @@ def diff_page(document: Document) -> list[Part]:
         )
     same = document.get("identical_groups", 0)
     if same:
-        further.append(Line(f"{count(same, 'further comparison')} without any difference."))
+        what = "further comparison" if groups else "comparison"
+        further.append(Line(f"{count(same, what)} without any difference."))
     if not groups:
         return [*parts, *further]  # nothing to trust or to doubt
     further += [Line(sentence, "italic") for sentence in diff_verdict.trust(document, groups)]

@@ -168,3 +168,22 @@ def test_after_exit_2_the_report_of_a_former_run_does_not_stay(
         monkeypatch.setattr("kvtool.check.check", stopped)
         assert run(["check", str(path), "--junit", str(report)]) == code
         assert told().get("type") == kind
+
+
+@pytest.mark.parametrize("name", ["check.toml", "check.json", "notes.txt"])
+def test_a_report_replaces_no_file_of_something_else(
+    suite: Suite, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = suite()
+    check(path, update=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    target = path.parent / name if name != "notes.txt" else tmp_path / name
+    before = target.read_bytes()
+    assert run(["check", str(path), "--junit", str(target)]) == 2
+    assert "is no XML file, and stays" in capfd.readouterr().err
+    assert target.read_bytes() == before
+    report = tmp_path / "report.xml"
+    report.touch()
+    for _ in range(2):
+        assert run(["check", str(path), "--junit", str(report)]) == 0
+        assert ET.parse(report).getroot().tag == "testsuites"

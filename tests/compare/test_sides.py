@@ -142,7 +142,7 @@ def test_every_ratio_of_two_policies_is_paired() -> None:
     ]
 
 
-def test_what_one_side_selects_is_looked_up_in_the_other() -> None:
+def test_what_one_side_selects_is_looked_up_in_the_other(tmp_path: Path) -> None:
     result = tiny()
     again = Result(dict(result.manifest), result.tables, [], result.schema)
     a, b, said = matched(side_of((result, "h2o@0.5"), "A"), side_of(again, "B"))
@@ -157,6 +157,9 @@ def test_what_one_side_selects_is_looked_up_in_the_other() -> None:
         with pytest.raises(KvtoolError, match="come down to the same cells"):
             diff((result, selectors[0]), (result, selectors[1]))
     assert diff((result, "h2o@0.5"), (result, "h2o@0.5")).empty
+    result.save(tmp_path / "r")
+    with pytest.raises(KvtoolError, match="come down to the same cells"):
+        diff(f"{tmp_path}/r::h2o", f"{tmp_path}/../{tmp_path.name}/r::h2o@0.5")
     other = Result(result.manifest, {name: _only(t, "h2o") for name, t in result.tables.items()}, [], result.schema)
     with pytest.raises(KvtoolError, match="only one side selects policy h2o, and B has none"):
         diff((result, "h2o"), Result(result.manifest, {n: _without(t, "h2o") for n, t in several(result).items()}, []))

@@ -124,7 +124,9 @@ def test_parts_of_a_policy_whose_code_changed_are_not_reused(tmp_path: Path) -> 
     with pytest.raises(Stop):
         replay(TINY, [f"{file}:Mine"], ratios=["0.5"], output=tmp_path / "r", progress=stop)
     file.write_text(source.format("-"))
-    changed = replay(TINY, [f"{file}:Mine"], ratios=["0.5"], output=tmp_path / "r")
+    with pytest.raises(KvtoolError, match="with other options"):
+        replay(TINY, [f"{file}:Mine"], ratios=["0.5"], output=tmp_path / "r")
+    changed = replay(TINY, [f"{file}:Mine"], ratios=["0.5"], output=tmp_path / "r", force=True)
     fresh = replay(TINY, [f"{file}:Mine"], ratios=["0.5"])
     assert canonical_json(changed.entries("rows")) == canonical_json(fresh.entries("rows"))
 
