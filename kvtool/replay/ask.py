@@ -130,10 +130,10 @@ def refined_scores(
     shield: Protection,
 ) -> Tensor:
     """Scores [Hk, N] at one budget; `scores` itself where the policy does not look at the budget."""
-    before = scores.clone()
+    before = None if built_in(policy) else scores.clone()
     with blaming(label, policy, layer, view):
         refined = policy.refine(scores, view, allowed, shield)
-    if not unchanged(scores, before):  # other budgets are cut from them too
+    if before is not None and not unchanged(scores, before):  # other budgets are cut from them too
         raise KvtoolError(
             "policy-broken", f"{label} changed the scores it was to refine at layer {layer.geometry.layer}"
         )
