@@ -76,7 +76,7 @@ def cut(ranking: Ranking, budgets: Sequence[int], dtype: torch.dtype | None = No
         else:
             margin[head] = last_kept.to(torch.float64) - first_evicted.to(torch.float64)
         free, place = scores[ranking.protected[head] :].to(torch.float64), int(achieved[head] - ranking.protected[head])
-        scale = _scale(free, place)
+        scale = max([ranking.typical[head], *_finite(free[place - 1 : place + 1].abs())])
         if torch.isfinite(margin[head]):
             relative[head] = margin[head] / scale if scale > 0 else 0.0
         close[head, ranking.protected[head] :] = _close(free, place, rounding * scale)
@@ -92,12 +92,9 @@ def cut(ranking: Ranking, budgets: Sequence[int], dtype: torch.dtype | None = No
     )
 
 
-def _scale(scores: Tensor, place: int) -> float:
-    """How large scores are about the cut before `place`: the larger of those beside it and the median, by magnitude."""
-    sizes = scores.abs()
-    beside, finite = sizes[place - 1 : place + 1], sizes[torch.isfinite(sizes)]
-    known: list[float] = [*beside[torch.isfinite(beside)].tolist(), float(finite.median()) if finite.numel() else 0.0]
-    return max(known)
+def _finite(values: Tensor) -> list[float]:
+    found: list[float] = values[torch.isfinite(values)].tolist()
+    return found
 
 
 def _close(scores: Tensor, place: int, distance: float) -> Tensor:

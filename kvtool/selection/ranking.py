@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +38,16 @@ class Ranking:
     ranking: Tensor
     ordered: Tensor
     protected: Tensor
+
+    @cached_property
+    def typical(self) -> list[float]:
+        """Per KV head the median magnitude of its finite unprotected scores, 0 without one; for all cuts."""
+        found = []
+        for scores, protected in zip(self.ordered, self.protected.tolist(), strict=True):
+            sizes = scores[protected:].to(torch.float64).abs()
+            sizes = sizes[torch.isfinite(sizes)]
+            found.append(float(sizes.median()) if sizes.numel() else 0.0)
+        return found
 
 
 def rank(scores: Tensor, tokens: Tensor, *, sinks: int, window: int, step: int) -> Ranking:
