@@ -60,6 +60,11 @@ class Intervals:
     t_low: Numbers
     t_high: Numbers
 
+    def ends(self, row: int) -> dict[str, float | None]:
+        """Those of one row as JSON says them: null where there is none."""
+        found = {name: float(getattr(self, name)[row]) for name in ("low", "high", "t_low", "t_high")}
+        return {name: None if np.isnan(value) else value for name, value in found.items()}
+
     @property
     def sure(self) -> NDArray[np.bool_]:
         """[m] both intervals exclude 0."""
