@@ -9,20 +9,21 @@ Vectors stay inside a tile. Rows in which a set underflows are computed again by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .cell_vectors import Kernel, Vectors
+from .evaluated import evaluated
+from .head_span import HeadSpan, Which
 from .inputs import Inputs, Seen
 from .tile import Workspace
+from .vectors import Vectors
 
-Which = Literal["all", "errors"]
 TILE_ROWS = 512  # query rows of one KV head in a tile: fewer, and calls cost more than sums
 SPAN_STEPS = 512  # steps whose sets are cut into families at once
+SPARSE = 0.8  # share of the tokens that some cell keeps, below which only these are read where that is enough
 SPAN_BYTES = 96 << 20  # of projected errors of all cells of a span
 
 
@@ -71,6 +72,7 @@ def cell_errors(
     gradient_rows: Tensor | None = None,
     which: Which = "all",
     full: Tensor | None = None,
+    log_sum_exp: Tensor | None = None,
     block: int | None = None,
 ) -> CellErrors:
     """Error norms of every cell at every step.
@@ -86,6 +88,8 @@ def cell_errors(
         which: `all`, e = m (fE - f_R) from both sides of the cut; `errors`, squared_error, layer_* and gradient_dot
             alone, for which f_V - f_R serves where m >= 1e-3 (docs/metrics.md): about two thirds of the work.
         full: [H, R, Dv] f_V where it is known already; it is then not computed again.
+        log_sum_exp: [H, R] of the logits of all visible tokens and the sink, where that is known beside `full`:
+            `errors` then needs no token that every cell has evicted.
         block: steps in a tile; None chooses.
 
     Raises:
@@ -98,7 +102,7 @@ def cell_errors(
         raise ValueError("evict_steps must be integers")
     found = _blank(inputs, len(evict_steps), projection, gradients)
     for span in _spans(inputs, evict_steps, projection):
-        _measure_span(found, inputs, evict_steps, span, projection, gradients, gradient_rows, which, full)
+        _measure_span(found, inputs, evict_steps, span, projection, gradients, gradient_rows, which, full, log_sum_exp)
     return found
 
 
@@ -178,31 +182,32 @@ def _measure_span(
     gradient_rows: Tensor | None,
     which: Which,
     full: Tensor | None,
+    log_sum_exp: Tensor | None,
 ) -> None:
     """Fill in the steps of one span."""
-    whole = Seen.between(inputs, span)
+    columns = Seen.between(inputs, span).columns
     size = inputs.block or max(1, TILE_ROWS // inputs.group)
     parts = [slice(at, min(at + size, span.stop)) for at in range(span.start, span.stop, size)]
-    steps = inputs.steps[span]
     width, cells = inputs.values.shape[2], len(evict_steps)
     projected = None
     if projection is not None:
         shape = (cells + 1, span.stop - span.start, projection.shape[2])  # the last is f_V itself
         projected = inputs.queries.new_zeros(shape)
-    memory = Workspace(len(whole.pick(inputs.rows)), size * inputs.group, width, inputs.queries)
+    memory = Workspace(len(inputs.rows[columns]), size * inputs.group, width, inputs.queries)
+    sparse = which == "errors" and full is not None and log_sum_exp is not None
     for kv_head in range(inputs.kv_heads):
         group = inputs.query_heads_of(kv_head)
-        leaves = whole.pick(evict_steps[:, kv_head].T).T  # [C, n]
-        kernel = Kernel(inputs, kv_head, whole, leaves, steps, which, memory)
+        head = _Head(inputs, kv_head, columns, evict_steps[:, kv_head][:, columns], span, which, memory, sparse)
         for part in parts:
             known = None if full is None else full[group, part].reshape(-1, width)
-            tile = kernel.tile(part, known)
+            sums = None if log_sum_exp is None else log_sum_exp[group, part].reshape(-1)
             inside = slice(part.start - span.start, part.stop - span.start)
-            found.squared_output[group, part] = _by_step(tile.full.norm(dim=-1).double().square(), inputs.group)
-            if projection is not None and projected is not None:
-                projected[cells, inside] += _project(tile.full[None], projection[group])[0]
             slopes = None if gradients is None else _slopes(gradients[:, group], gradient_rows, part)
-            for vectors in tile.vectors():
+            output, several = head.vectors(part, known, sums)
+            found.squared_output[group, part] = _by_step(output.norm(dim=-1).double().square(), inputs.group)
+            if projection is not None and projected is not None:
+                projected[cells, inside] += _project(output[None], projection[group])[0]
+            for vectors in several:
                 _store(found, vectors, group, part, inputs.group, which)
                 if projection is not None and projected is not None:
                     projected[vectors.cells, inside] += _project(vectors.error(), projection[group])
@@ -212,6 +217,43 @@ def _measure_span(
     if projected is not None and found.layer_squared_error is not None and found.layer_squared_output is not None:
         norms = torch.linalg.vector_norm(projected, dim=-1, dtype=torch.float64).square()
         found.layer_squared_error[:, span], found.layer_squared_output[span] = norms[:cells], norms[cells]
+
+
+class _Head:
+    """One KV head over a span: over all columns, or as long as that does over those that some cell keeps."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        kv_head: int,
+        columns: slice | Tensor,
+        leaves: Tensor,
+        span: slice,
+        which: Which,
+        memory: Workspace,
+        sparse: bool,
+    ) -> None:
+        self._where = (inputs, kv_head, columns, leaves, inputs.steps[span], which, memory)
+        self._whole: HeadSpan | None = None
+        self._few: HeadSpan | None = None
+        kept = (leaves > inputs.steps[span].min()).any(0)
+        if sparse and int(kept.sum()) < SPARSE * kept.numel():
+            rows = torch.arange(inputs.rows.numel())[columns]
+            dropped = inputs.rows[rows[~kept]]
+            self._few = HeadSpan(
+                inputs, kv_head, rows[kept], leaves[:, kept], inputs.steps[span], which, memory, dropped
+            )
+
+    def vectors(self, part: slice, full: Tensor | None, log_sum_exp: Tensor | None) -> tuple[Tensor, Iterable[Vectors]]:
+        """f_V [r, Dv] of the steps `part`, and the vectors of all cells."""
+        if self._few is not None:
+            tile = evaluated(self._few, part, full, log_sum_exp)
+            several = list(tile.vectors())
+            if not tile.lacks_evicted:
+                return tile.full, several
+        self._whole = self._whole or HeadSpan(*self._where)
+        tile = evaluated(self._whole, part, full, log_sum_exp)
+        return tile.full, tile.vectors()
 
 
 def _store(found: CellErrors, vectors: Vectors, group: slice, part: slice, heads: int, which: Which) -> None:

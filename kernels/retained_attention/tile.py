@@ -41,7 +41,7 @@ class Tile:
 
     Attributes:
         exponentials: [n, r] exp(logit - shift), 0 where a query does not see the token.
-        shift: [r], the largest visible logit, or the sink's where that is larger.
+        shift: [r], the largest visible logit, or the sink's where that is larger; or the log-sum-exp.
         sink: [r] exp(sink - shift), or None.
         total: [r], sum over all tokens and the sink.
     """
@@ -52,8 +52,18 @@ class Tile:
     total: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, sinks: Tensor | None) -> Tile:
-        """From logits [n, r], overwritten, -inf where invisible."""
+    def of(cls, logits: Tensor, sinks: Tensor | None, log_sum_exp: Tensor | None = None) -> Tile:
+        """From logits [n, r], overwritten, -inf where invisible.
+
+        Args:
+            sinks: [r] or None.
+            log_sum_exp: [r] over all visible tokens and the sink, where that is known: every exponential is then the
+                token's weight itself, and tokens may be missing.
+        """
+        if log_sum_exp is not None:
+            shift = torch.where(log_sum_exp == float("-inf"), 0.0, log_sum_exp)
+            sink = None if sinks is None else (sinks - shift).exp()
+            return cls(logits.sub_(shift).exp_(), shift, sink, (log_sum_exp > float("-inf")).to(logits.dtype))
         top = logits.amax(0) if len(logits) else logits.new_full((logits.shape[1],), float("-inf"))
         if sinks is not None:
             top = torch.maximum(top, sinks)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtool.kernels.retained_attention.cell_vectors import Evaluated
 from kvtool.kernels.retained_attention.errors import CellErrors, cell_errors, serves
+from kvtool.kernels.retained_attention.evaluated import Evaluated
 from kvtool.kernels.retained_attention.families import families_of
 from kvtool.kernels.retained_attention.reference import retained_attention
 from kvtool.metrics import StepErrors
@@ -163,14 +163,47 @@ def test_errors_alone_are_the_references(shape: dict[str, Any]) -> None:
     assert bool(found.mass.isnan().all() and found.gap.isnan().all() and found.cosine.isnan().all())
 
 
+def known(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """f_V [H, R, Dv] and the log-sum-exp [H, R] of all visible logits and the sink, one query at a time."""
+    queries, keys, values = case["queries"], case["keys"], case["values"]
+    full = torch.zeros(*queries.shape[:2], values.shape[2], dtype=queries.dtype)
+    sums = torch.full(queries.shape[:2], -math.inf, dtype=queries.dtype)
+    for head, own in enumerate(queries):
+        kv_head = head // (len(queries) // len(keys))
+        for place, (query, step) in enumerate(zip(own, case["steps"].tolist(), strict=True)):
+            seen = (case["rows"] <= step) & (case["rows"] >= case["first_visible"][place])
+            z = case["scale"] * (keys[kv_head, seen] @ query)
+            if case["softcap"] is not None:
+                z = case["softcap"] * (z / case["softcap"]).tanh()
+            every = z if case["sink_logits"] is None else torch.cat([z, case["sink_logits"][head, None]])
+            sums[head, place] = every.logsumexp(0)
+            full[head, place] = (z - sums[head, place]).exp() @ values[kv_head, seen]
+    return full, sums
+
+
+@pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_an_output_that_is_known_is_not_needed_again(shape: dict[str, Any]) -> None:
+def test_an_output_that_is_known_is_not_needed_again(shape: dict[str, Any], few: bool) -> None:
+    """Of the tokens that every cell evicts nothing is then read, unless a mass is small."""
     case = make_case(**shape)
-    wide = {k: v for k, v in case.items() if k not in ("projection", "gradients", "gradient_rows", "evict_steps")}
-    arrays = [wide.pop(name) for name in ("queries", "keys", "values")]
-    blocks = retained_attention(*arrays, case["evict_steps"][:1], **wide)
-    full = torch.cat([block.full for block in blocks], dim=1)
-    expect_equal(cell_errors(**case, which="errors", full=full), reference(case), 1e-9, which="errors")
+    if few:
+        case["evict_steps"] = case["evict_steps"][-2:]
+    full, sums = known(case)
+    expected = reference(case)
+    expect_equal(cell_errors(**case, which="errors", full=full), expected, 1e-9, which="errors")
+    expect_equal(cell_errors(**case, which="errors", full=full, log_sum_exp=sums), expected, 1e-9, which="errors")
+
+
+def test_tokens_that_no_cell_keeps_are_read_only_for_small_masses() -> None:
+    case = make_case(cells=3)
+    case["evict_steps"] = case["evict_steps"][1:2]
+    full, sums = known(case)
+    gone = case["evict_steps"][0] < 111
+    case["keys"][gone], case["values"][gone] = 50.0, 50.0  # not what f_V was made of: nobody may look
+    found = cell_errors(**case, which="errors", full=full, log_sum_exp=sums)
+    untouched = make_case(cells=3)
+    untouched["evict_steps"] = untouched["evict_steps"][1:2]
+    expect_equal(found, reference(untouched), 1e-9, which="errors")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -1,0 +1,62 @@
+"""Vectors of some cells over the rows of one tile, and the norms that are told of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Vectors:
+    """Some cells over the r rows of a tile.
+
+    Attributes:
+        cells: which k cells, as a slice where they follow each other.
+        full: [r, Dv] f_V.
+        retained: [k, r, Dv] f_R.
+        difference: [k, r, Dv] fE - f_R; where `plain`, e itself.
+        mass_of: [k, r] float64, share of attention evicted; 1 where `difference` is e itself.
+        touched: [k, r] bool, something visible is evicted.
+    """
+
+    cells: slice | Tensor
+    full: Tensor
+    retained: Tensor
+    difference: Tensor
+    mass_of: Tensor
+    touched: Tensor
+
+    def error(self) -> Tensor:
+        """[k, r, Dv] e."""
+        return self.difference * torch.where(self.touched, self.mass_of, 0.0).to(self.full.dtype)[..., None]
+
+    def gap(self) -> Tensor:
+        """[k, r] float64."""
+        return torch.where(self.touched, self._length(), float("nan"))
+
+    def mass(self) -> Tensor:
+        """[k, r] float64."""
+        return torch.where(self.touched, self.mass_of, 0.0)
+
+    def squared_error(self) -> Tensor:
+        """[k, r] float64."""
+        return torch.where(self.touched, (self.mass_of * self._length()).square(), 0.0)
+
+    def _length(self) -> Tensor:
+        found: Tensor = torch.linalg.vector_norm(self.difference, dim=-1)
+        return found.double()
+
+    def cosine(self) -> Tensor:
+        """[k, r] float64, from |e|, |f_V|, |f_R| and e·f_V where the angle is small: 1 - f_V·f_R would cancel."""
+        a = torch.linalg.vector_norm(self.full, dim=-1).double()
+        b = torch.linalg.vector_norm(self.retained, dim=-1).double()
+        along = self.mass_of * (self.difference * self.full).sum(-1).double()
+        squared = self.squared_error()
+        shorter = (2 * along - squared) / (a + b)  # |f_V| - |f_R|
+        small = ((squared - shorter.square()) / (2 * a * b)).clamp_min(0)
+        large = 1 - (self.retained * self.full).sum(-1).double() / (a * b)
+        found = torch.where(small < 0.05, small, large)
+        found = torch.where(self.touched, found, 0.0)
+        return torch.where((a > 0) & (b > 0), found, float("nan"))
