@@ -13,7 +13,7 @@ from torch import Tensor
 from .families import Chain
 from .head_span import HeadSpan, Members
 from .own_maximum import by_own_maximum
-from .tile import SMALL_MASS, Sums, Tile
+from .tile import SMALL_MASS, Sums, Tile, running
 from .vectors import Vectors
 
 
@@ -39,20 +39,20 @@ def _places(cells: list[int]) -> slice | Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Retained:
-    """The retained side of the cells of one chain.
+class Masses:
+    """The cells of one chain, before their vectors.
 
     Attributes:
         cells: which; leaves: [c, n] evict_step.
-        retained: [c, r, Dv] f_R; mass: [c, r] its denominator.
-        touched, weak, close: [c, r] bool: something visible is evicted; what is retained underflows; f_V - f_R is
-            too small a difference to be taken.
+        mass: [c, r] denominator of the retained side, the sink's share included.
+        holds, touched: [c, r] bool: something visible is retained; something visible is evicted.
+        weak, close: [c, r] bool: what is retained underflows; f_V - f_R is too small a difference to be taken.
     """
 
     cells: slice | Tensor
     leaves: Tensor
-    retained: Tensor
     mass: Tensor
+    holds: Tensor
     touched: Tensor
     weak: Tensor
     close: Tensor
@@ -106,60 +106,77 @@ class Evaluated:
         for members in self.span.families:
             every = both or self._first is not None
             sums, self._first = self._first or members.sums(self.tile, both), None
-            retained = [self._retained(members, *pair) for pair in zip(members.family.chains, sums, strict=True)]
-            if not both and any(bool(one.close.any()) for one in retained):
-                if self.span.dropped is not None:
-                    self.lacks_evicted = True
-                    return
-                if not every:
-                    members.add_lost_by_all(self.tile, sums)
-                every = True
-            for one, own in zip(retained, sums, strict=True):
-                yield self._compared(members, one, own, full, both)
+            masses = [self._masses(members, *pair) for pair in zip(members.family.chains, sums, strict=True)]
+            needed = both or any(bool(one.close.any()) for one in masses)
+            if needed and self.span.dropped is not None:
+                self.lacks_evicted = True
+                return
+            if needed and not every:
+                members.add_lost_by_all(self.tile, sums)
+            for one, own in zip(masses, sums, strict=True):
+                if both or bool(one.close.any()):
+                    yield self._from_both_sides(members, one, own, full)
+                else:
+                    yield self._from_output(members, one, own, full)
 
-    def _retained(self, members: Members, chain: Chain, sums: Sums) -> Retained:
-        """f_R of every cell of a chain, and which rows need the evicted side."""
+    def _masses(self, members: Members, chain: Chain, sums: Sums) -> Masses:
         cells, tile = chain.cells, self.tile
         leaves = members.leaves[cells]
         holds, touched = self._counts(members, chain, leaves)
-        kept = Sums(sums.numerators[1:].clone(), sums.denominators[1:].clone()).running(backwards=True)
-        self._add_moving(members, leaves, kept, evicted=False)
-        mass = kept.denominators if tile.sink is None else kept.denominators + tile.sink
+        mass = running(sums.denominators[1:].clone(), backwards=True)
+        for cell, own in self._moving(members, leaves, evicted=False):
+            mass[cell] += own.sum(0)
+        if tile.sink is not None:
+            mass += tile.sink
         weak = touched & holds & (mass < self.span.tiny)
         close = weak | (touched & ((1 - mass / tile.total) < 2 * SMALL_MASS))
-        retained = kept.numerators.div_(mass[..., None])
-        if not bool(holds.all()):
-            retained = torch.where(holds[..., None], retained, 0.0)
-        return Retained(_places(cells), leaves, retained, mass, touched, weak, close)
+        return Masses(_places(cells), leaves, mass, holds, touched, weak, close)
 
-    def _compared(self, members: Members, one: Retained, sums: Sums, full: Tensor, both: bool) -> Vectors:
-        if not both and not bool(one.close.any()):
-            plain = torch.ones_like(one.mass, dtype=torch.float64)
-            return Vectors(one.cells, full, one.retained, full - one.retained, plain, one.touched)
-        lost = Sums(sums.numerators[:-1], sums.denominators[:-1]).running()
-        self._add_moving(members, one.leaves, lost, evicted=True)
-        difference = lost.numerators.div_(lost.denominators[..., None]).sub_(one.retained)
+    def _from_output(self, members: Members, one: Masses, sums: Sums, full: Tensor) -> Vectors:
+        """e = f_V - f_R, in the memory of the sums."""
+        numerators = running(sums.numerators[1:], backwards=True)
+        self._add_moving(numerators, members, one.leaves, evicted=False)
+        mass = one.mass if bool(one.holds.all()) else torch.where(one.holds, one.mass, 1.0)
+        error = torch.addcdiv(full, numerators, mass[..., None], value=-1)
+        plain = torch.ones_like(mass, dtype=torch.float64)
+        return Vectors(one.cells, full, None, error, plain, one.touched)
+
+    def _from_both_sides(self, members: Members, one: Masses, sums: Sums, full: Tensor) -> Vectors:
+        """e = m (fE - f_R)."""
+        retained = running(sums.numerators[1:].clone(), backwards=True)
+        self._add_moving(retained, members, one.leaves, evicted=False)
+        retained = retained.div_(one.mass[..., None])
+        if not bool(one.holds.all()):
+            retained = torch.where(one.holds[..., None], retained, 0.0)
+        difference, lost = running(sums.numerators[:-1]), running(sums.denominators[:-1])
+        for cell, own in self._moving(members, one.leaves, evicted=True):
+            lost[cell] += own.sum(0)
+        self._add_moving(difference, members, one.leaves, evicted=True)
+        difference = difference.div_(lost[..., None]).sub_(retained)
         if not bool(one.touched.all()):
             difference = torch.where(one.touched[..., None], difference, 0.0)
-        gone, left = lost.denominators.double(), one.mass.double()
+        gone, left = lost.double(), one.mass.double()
         mass = torch.where(one.touched, gone / (gone + left), 0.0)
-        found = Vectors(one.cells, full, one.retained, difference, mass, one.touched)
-        weak = one.touched & (one.weak | (lost.denominators < self.span.tiny))
+        found = Vectors(one.cells, full, retained, difference, mass, one.touched)
+        weak = one.touched & (one.weak | (lost < self.span.tiny))
         if bool(weak.any()):
-            self._again(one.leaves, weak, found)
+            self._again(one.leaves, weak, found, retained)
         return found
 
-    def _add_moving(self, members: Members, leaves: Tensor, sums: Sums, evicted: bool) -> None:
-        """What is evicted inside the span, to the side where each row has it."""
+    def _moving(self, members: Members, leaves: Tensor, evicted: bool) -> Iterator[tuple[int, Tensor]]:
+        """Per cell the exponentials [m, r] of what is evicted inside the span, 0 in rows that have it on the other
+        side."""
         if not members.moving.numel():
             return
-        weights, values = self.tile.exponentials[members.moving], self.span.values[members.moving]
+        weights = self.tile.exponentials[members.moving]
         gone = leaves[:, members.moving, None] <= self.steps  # [c, m, b]
         for cell, mine in enumerate(gone):
             there = mine if evicted else ~mine
-            own = torch.where(there.repeat(1, self.span.inputs.group), weights, 0.0)
-            sums.numerators[cell].addmm_(own.T, values)
-            sums.denominators[cell].add_(own.sum(0))
+            yield cell, torch.where(there.repeat(1, self.span.inputs.group), weights, 0.0)
+
+    def _add_moving(self, numerators: Tensor, members: Members, leaves: Tensor, evicted: bool) -> None:
+        for cell, own in self._moving(members, leaves, evicted):
+            numerators[cell].addmm_(own.T, self.span.values[members.moving])
 
     def _counts(self, members: Members, chain: Chain, leaves: Tensor) -> tuple[Tensor, Tensor]:
         """[c, r] bool: whether something visible is retained, and whether something visible is evicted."""
@@ -197,7 +214,7 @@ class Evaluated:
         found[self.partial.numpy()] = False
         return found
 
-    def _again(self, leaves: Tensor, weak: Tensor, found: Vectors) -> None:
+    def _again(self, leaves: Tensor, weak: Tensor, found: Vectors, retained: Tensor) -> None:
         """Rows in which a side underflows, by its own maximum; in place."""
         span, inputs = self.span, self.span.inputs
         rows = weak.any(0).nonzero()[:, 0]
@@ -210,6 +227,6 @@ class Evaluated:
             gone = leaves[cell][:, None] <= self.steps[at[mine]]  # [n, w]
             own = None if sinks is None else sinks[rows[mine]]
             again = by_own_maximum(logits[:, mine], gone, span.values, own)
-            found.retained[cell, rows[mine]] = again.retained
+            retained[cell, rows[mine]] = again.retained
             found.difference[cell, rows[mine]] = again.difference
             found.mass_of[cell, rows[mine]] = again.mass

@@ -26,13 +26,13 @@ class Sums:
     numerators: Tensor
     denominators: Tensor
 
-    def running(self, backwards: bool = False) -> Sums:
-        """Every set becomes the sum of itself and all before it, or behind it, in place."""
-        places = list(range(len(self.numerators)))
-        for before, place in itertools.pairwise(places[::-1] if backwards else places):
-            self.numerators[place].add_(self.numerators[before])
-            self.denominators[place].add_(self.denominators[before])
-        return self
+
+def running(sums: Tensor, backwards: bool = False) -> Tensor:
+    """Each of `sums` [k, ...] becomes the sum of itself and all before it, or behind it, in place."""
+    places = list(range(len(sums)))
+    for before, place in itertools.pairwise(places[::-1] if backwards else places):
+        sums[place].add_(sums[before])
+    return sums
 
 
 @dataclass(frozen=True, eq=False)

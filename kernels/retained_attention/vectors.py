@@ -15,15 +15,15 @@ class Vectors:
     Attributes:
         cells: which k cells, as a slice where they follow each other.
         full: [r, Dv] f_V.
-        retained: [k, r, Dv] f_R.
-        difference: [k, r, Dv] fE - f_R; where `plain`, e itself.
+        retained: [k, r, Dv] f_R, None where `difference` is e itself.
+        difference: [k, r, Dv] fE - f_R, or e itself.
         mass_of: [k, r] float64, share of attention evicted; 1 where `difference` is e itself.
         touched: [k, r] bool, something visible is evicted.
     """
 
     cells: slice | Tensor
     full: Tensor
-    retained: Tensor
+    retained: Tensor | None
     difference: Tensor
     mass_of: Tensor
     touched: Tensor
@@ -50,6 +50,7 @@ class Vectors:
 
     def cosine(self) -> Tensor:
         """[k, r] float64, from |e|, |f_V|, |f_R| and e·f_V where the angle is small: 1 - f_V·f_R would cancel."""
+        assert self.retained is not None
         a = torch.linalg.vector_norm(self.full, dim=-1).double()
         b = torch.linalg.vector_norm(self.retained, dim=-1).double()
         along = self.mass_of * (self.difference * self.full).sum(-1).double()
