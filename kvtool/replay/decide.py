@@ -23,9 +23,10 @@ from kvtool.replay.ask import observed, protection_of, sheltering, started
 from kvtool.replay.choose import Answer, Choice, First, choose, filled, newest, score_caches, untouched
 from kvtool.replay.telemetry import TensorBytes, compact
 from kvtool.retained import Event, RetainedSet
-from kvtool.schedule import Clock, PromptEnd, Schedule
+from kvtool.schedule import Schedule
 from kvtool.stopwatch import stage, watching
 from kvtool.trace import Sequence
+from kvtool.triggers import PromptEnd
 from kvtool.view import View
 
 
@@ -149,29 +150,24 @@ class Track:
     def events(self) -> Iterator[int]:
         """The step of every event, ascending, each before it runs: it does when the next one is asked for. Until
         then nothing at or behind that step was read, so whoever drives this may still be computing it."""
-        schedule, retained = self._rules.schedule, self._evict.numpy()
-        skipped, never = self._policy.skips(self._layer.geometry), self._never
-        live = [0] * len(retained)  # tokens that the step's query sees, its own apart
-        done = oldest = 0
-        for step in range(never):
-            if step:
-                for head, mine in enumerate(retained):
-                    live[head] += mine[step - 1] == never
-            while oldest < self._seen_from[step]:  # leaves the layer's window
-                for head, mine in enumerate(retained):
-                    live[head] -= mine[oldest] == never
-                oldest += 1
-            event = schedule.event(Clock(step, self._layer.prompt_length, max(live)))
-            if event is None or not done < event <= self._last_query or (skipped and schedule.repeats):
-                continue
-            done = event
+        schedule, layer = self._rules.schedule, self._layer
+        skipped = self._policy.skips(layer.geometry)
+        if skipped and schedule.repeats:
+            return
+        for event in schedule.events(layer.prompt_length, self._never, self._live):
+            if event > self._last_query:
+                return
             yield event
             if skipped:
                 self._leave_whole(event)
             else:
-                with sheltering(self._label, self._policy, self._layer):
+                with sheltering(self._label, self._policy, layer):
                     self._evict_before(event)
-                live = [int((mine[oldest:step] == never).sum()) for mine in retained]
+
+    def _live(self, step: int) -> int:
+        """Tokens in the fullest cache of a KV head that the query at `step` sees, without its own."""
+        seen = self._evict[:, self._seen_from[step] : step]
+        return int((seen == self._never).sum(1).max())
 
     def _rows(self, since: int, until: int) -> list[Tensor]:
         """Per KV head the rows in since..until-1 that were not evicted."""

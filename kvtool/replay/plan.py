@@ -24,8 +24,9 @@ from kvtool.registry import did_you_mean, spell, split_spec
 from kvtool.replay.calibration import Calibration
 from kvtool.replay.decide import Rules
 from kvtool.replay.misfits import refuse_misfits
-from kvtool.schedule import PromptEnd, Schedule, parse_schedule
+from kvtool.schedule import Schedule, parse_schedule
 from kvtool.trace import Trace
+from kvtool.triggers import PromptEnd
 
 Evaluate = Literal["live", "pool"]
 CONTROLS = ("full", "random")

@@ -19,7 +19,8 @@ from kvtool.layer import Geometry, Layer
 from kvtool.policies import Policy, Protection, policy_from_text
 from kvtool.replay.decide import Rules, run_schedule
 from kvtool.retained import Event, RetainedSet
-from kvtool.schedule import Clock, Trigger, parse_schedule
+from kvtool.schedule import parse_schedule
+from kvtool.triggers import Clock, Trigger
 from kvtool.view import View
 
 SCHEDULES = (
@@ -41,8 +42,16 @@ class Until:
     trigger: Trigger
     last: int
 
+    @property
+    def counts(self) -> bool:
+        return self.trigger.counts
+
     def due(self, clock: Clock) -> bool:
         return clock.step <= self.last and self.trigger.due(clock)
+
+    def earliest(self, clock: Clock) -> int | None:
+        found = self.trigger.earliest(clock)
+        return found if found is not None and found <= self.last else None
 
 
 def run(layer: Layer, policy: Policy, word: str, last: int | None = None) -> RetainedSet:
