@@ -7,6 +7,7 @@ the chunk files that the commit file lists, and those were compared with the dis
 from __future__ import annotations
 
 import math
+import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
@@ -70,16 +71,17 @@ def check_lengths(root: Path, commit: Commit) -> None:
     Raises:
         KvtoolError: code `trace-damaged`, naming the first file that is not.
     """
-    folders: set[Path] = set()
+    folders: set[str] = {""}
+    top = os.path.join(os.fspath(root), "")
     for name, entry in commit.entries.items():
-        path = root / name
-        for folder in path.relative_to(root).parents:
-            if folder not in folders:
-                if (root / folder).is_symlink() and folder != Path("."):
-                    raise damaged(root, str(folder), "is a symbolic link")
-                folders.add(folder)
+        folder = name.rpartition("/")[0]
+        while folder not in folders:  # those above it first seen together with it
+            if os.path.islink(top + folder):
+                raise damaged(root, folder, "is a symbolic link")
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
         try:
-            status = path.lstat()
+            status = os.lstat(top + name)
         except OSError:
             raise damaged(root, name, "is missing") from None
         if not stat.S_ISREG(status.st_mode):
