@@ -6,6 +6,7 @@ the chunk files that the commit file lists, and those were compared with the dis
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 
 from kvtool.errors import KvtoolError
 from kvtool.trace.array import damaged
-from kvtool.trace.commit import Commit, file_entry, parse_json
+from kvtool.trace.commit import Commit, Entry, parse_json
 from kvtool.trace.layout import (
     CHECKSUM_BYTES,
     COMMIT,
@@ -107,9 +108,10 @@ def read_tree(root: Path, commit: Commit) -> Tree:
         elif name == "zarr.json" or name.endswith("/zarr.json"):
             if entry.length > MOST_METADATA_BYTES:
                 raise _unsafe(root, name, f"has {entry.length} bytes, more than metadata may have")
-            if file_entry(root / name) != entry:
+            raw = (root / name).read_bytes()
+            if Entry(len(raw), hashlib.sha256(raw).hexdigest()) != entry:
                 raise damaged(root, name, "was altered")
-            documents[name.removesuffix("zarr.json").rstrip("/")] = parse_json((root / name).read_bytes(), name)
+            documents[name.removesuffix("zarr.json").rstrip("/")] = parse_json(raw, name)
         else:
             raise _unsafe(root, name, "is no part of format 1")
     for path, document in documents.items():
