@@ -69,10 +69,12 @@ class First:
     Attributes:
         answers: step -> the scores at a first event there.
         shields: what the policy protects itself at its first event, by budget.
+        shared: see `View.shared`.
     """
 
     answers: dict[int, Answer] = field(default_factory=dict)
     shields: list[Protection] = field(default_factory=list)
+    shared: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

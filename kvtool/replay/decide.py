@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from kvtool.allocator import Allocator, Uniform
 from kvtool.budget import Budget
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
-from kvtool.replay.ask import observed, protection_of, sheltering, started
+from kvtool.replay.ask import built_in, observed, protection_of, sheltering, started
 from kvtool.replay.choose import Answer, Choice, First, choose, filled, newest, score_caches, untouched
+from kvtool.replay.rules import Rules
 from kvtool.replay.telemetry import TensorBytes, compact
 from kvtool.retained import Event, RetainedSet
 from kvtool.schedule import Schedule
@@ -34,22 +34,6 @@ def donor_of(sequence: Sequence, layer: Layer) -> Layer:
     """The layer whose cache `layer` reads: its own, or its donor's."""
     source = layer.geometry.kv_source
     return layer if source is None else sequence.layer(source, dtype=layer.dtype)
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What every policy of a run has in common.
-
-    Attributes:
-        protection: sinks and window that no policy may evict.
-        deadline_ms: an event that takes longer keeps the sliding window instead; None is no deadline.
-        telemetry: measure how long the stages take, and the bytes that they need.
-    """
-
-    schedule: Schedule
-    protection: Protection
-    deadline_ms: float | None = None
-    telemetry: bool = False
 
 
 def decide(
@@ -86,6 +70,7 @@ def run_schedule(
     rules: Rules,
     steps_ahead: Tensor | None = None,
     allocator: Allocator | None = None,
+    shared: dict[Any, Any] | None = None,
 ) -> list[RetainedSet]:
     """Move one cache per budget through the sequence.
 
@@ -93,6 +78,7 @@ def run_schedule(
         layer: whose keys, values and earlier queries are scored.
         steps_ahead: [F] int64 steps that will be evaluated; oracles see those at or behind their event. None is
             every step with a query.
+        shared: one for all policies on this layer (see `View.shared`); where times are measured each works alone.
 
     Returns:
         One retained set per budget, in order.
@@ -101,7 +87,8 @@ def run_schedule(
         KvtoolError: `policy-broken`; what the policy itself raises.
     """
     ahead = layer.query_steps if steps_ahead is None else steps_ahead
-    first = First()
+    alone = shared is None or rules.timed or not built_in(policy)
+    first = First() if alone else First(shared=shared)
     return [
         Track(layer, label, policy, budget, rules, ahead, allocator or Uniform(), first).run() for budget in budgets
     ]
@@ -219,7 +206,7 @@ class Track:
         if untouched and step in self._first.answers:
             answer = self._first.answers[step]
         else:
-            if untouched and not self._first.answers and self._timed:
+            if untouched and not self._first.answers and self._rules.timed:
                 # Reading the trace and warming up this process are no cost of the event.
                 score_caches(self._label, self._policy, self._layer, self._observe(step), rows, step, self._later(step))
             begun = time.perf_counter()
@@ -231,10 +218,6 @@ class Track:
                 self._first.answers[step] = answer
         self._state, self._observed = answer.state, step
         return answer
-
-    @property
-    def _timed(self) -> bool:
-        return self._rules.telemetry or self._rules.deadline_ms is not None
 
     def _later(self, step: int) -> Tensor | None:
         """The steps that an oracle sees at an event."""
@@ -248,7 +231,8 @@ class Track:
         longest = max(len(mine) for mine in live)
         tokens = torch.stack([filled(mine, longest, step) for mine in live])
         leaves = self._evict.to(torch.int64).gather(1, tokens)
-        view = View(layer, step, tokens, start, leaves, self._ahead if self._policy.oracle else None)
+        ahead = self._ahead if self._policy.oracle else None
+        view = View(layer, step, tokens, start, leaves, ahead, shared=self._first.shared)
         state = self._state if start else started(self._label, self._policy, layer, view)
         return observed(self._label, self._policy, layer, state, view)
 

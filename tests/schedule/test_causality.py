@@ -17,7 +17,8 @@ from kvtool.budget import Budget
 from kvtool.kernels.retained_attention.reference import retained_attention
 from kvtool.layer import Geometry, Layer
 from kvtool.policies import Policy, Protection, policy_from_text
-from kvtool.replay.decide import Rules, run_schedule
+from kvtool.replay.decide import run_schedule
+from kvtool.replay.rules import Rules
 from kvtool.retained import Event, RetainedSet
 from kvtool.schedule import parse_schedule
 from kvtool.triggers import Clock, Trigger

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from layers import make
+from torch import Tensor
 
 from kvtool.budget import Budget
-from kvtool.policies import Policy, Protection, policy_from_text
+from kvtool.policies import Policy, Protection, attention_history, policy_from_text
 from kvtool.replay import choose
-from kvtool.replay.decide import Rules, run_schedule
+from kvtool.replay.decide import run_schedule
+from kvtool.replay.rules import Rules
 from kvtool.retained import RetainedSet
 from kvtool.schedule import parse_schedule
+from kvtool.view import View
 
 RATIOS = [Budget.from_ratio(ratio) for ratio in ("0.3", "0.5", "0.6", "0.7", "0.8")]
 RANKED = ("knorm", "tova", "snapkv:window=3,kernel=3", "observed-attention", "keydiff", "lagkv:lag=4", "random")
@@ -88,3 +91,32 @@ def test_score_and_observe_are_asked_once(text: str, monkeypatch: pytest.MonkeyP
     found = run_schedule(layer, text, policy, RATIOS, Rules(parse_schedule("at:17"), Protection(1, 2)))
     assert len({one.digest() for one in found}) == len(RATIOS)
     assert calls == {"score": 1, "observe": 1}
+
+
+@pytest.mark.parametrize("word", ["at:17", "every:3,from:9"])
+def test_policies_share_the_history_of_an_untouched_cache(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    inner = attention_history._extended
+
+    def extended(history: Tensor, view: View) -> Tensor:
+        calls.append((view.start, view.step))
+        return inner(history, view)
+
+    monkeypatch.setattr(attention_history, "_extended", extended)
+    layer, rules, shared = make("sliding", 24), Rules(parse_schedule(word), Protection(1, 2)), {}
+    for text in ("h2o", "observed-attention", "h2o:recent=0.2"):
+        policy = policy_from_text(text)[1]
+        found = run_schedule(layer, text, policy, RATIOS, rules, shared=shared)
+        alone = run_schedule(layer, text, policy, RATIOS, rules)
+        assert [one.digest() for one in found] == [one.digest() for one in alone]
+    first = [call for call in calls if call[0] == 0]
+    assert len(set(first)) == 1
+    assert len(first) == 1 + 3  # once for the three that share, and for each alone
+
+
+def test_measured_times_are_of_a_policy_alone() -> None:
+    layer, shared = make("full", 24), {}
+    rules = Rules(parse_schedule("at:17"), Protection(1, 2), telemetry=True)
+    found = run_schedule(layer, "h2o", policy_from_text("h2o")[1], RATIOS, rules, shared=shared)
+    assert shared == {}
+    assert found[0].events[0].seconds["scoring"] > 0
