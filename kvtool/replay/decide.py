@@ -87,8 +87,8 @@ def run_schedule(
         KvtoolError: `policy-broken`; what the policy itself raises.
     """
     ahead = layer.query_steps if steps_ahead is None else steps_ahead
-    alone = shared is None or rules.timed or not built_in(policy)
-    first = First() if alone else First(shared=shared)
+    shared = {} if shared is None or rules.timed or not built_in(policy) else shared
+    first = First(shared=shared)
     return [
         Track(layer, label, policy, budget, rules, ahead, allocator or Uniform(), first).run() for budget in budgets
     ]
