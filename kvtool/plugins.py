@@ -135,11 +135,13 @@ def _installed(path: tuple[str, ...]) -> tuple[dict[str, list[Plugin]], tuple[st
     found: dict[str, list[Plugin]] = {}
     faults: list[str] = []
     seen: set[str] = set()
+    texts: list[tuple[Distribution, str]] = []
     for distribution in distributions(path=list(path)):
-        try:
-            text = distribution.read_text("entry_points.txt") or ""
-        except (OSError, UnicodeDecodeError):
-            continue
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            texts.append((distribution, distribution.read_text("entry_points.txt") or ""))
+    if not any(group in text for _, text in texts for group in GROUPS.values()):
+        return {}, ()  # the usual case: who is who need not be read, which is slow
+    for distribution, text in texts:
         package = _said(distribution, "Name")
         known = re.sub(r"[-_.]+", "-", package).lower()
         if known in seen:

@@ -33,6 +33,7 @@ SCHEMAS = {
     ABLATE: ("cells", "effects", "interactions"),
 }
 
+_PLAIN = {type(None), bool, int, str}
 WRITING = ".writing"  # folder of a result that is being written
 # Every file that a result may leave, manifest.json apart.
 FILES = {f"{name}.parquet" for names in (*SCHEMAS.values(), OPTIONAL) for name in names}
@@ -57,9 +58,25 @@ def _kind(name: str, values: list[Any], numbers: Collection[str]) -> pa.DataType
         return pa.list_(pa.float64())
     if name.endswith(("_tokens", "_age_min", "_age_max")):
         return pa.int64()
-    if all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values):
+    if all(_is_number(kind) for kind in {type(value) for value in values}):
         return pa.float64()
     return None
+
+
+def _is_number(kind: type) -> bool:
+    """Whether values of this type are numbers, or None."""
+    return kind is type(None) or (issubclass(kind, int | float) and not issubclass(kind, bool))
+
+
+def _column(entries: list[Mapping[str, Any]], name: str) -> list[Any]:
+    """What the entries say of one column, in plain values; tables are long, and most values are plain already."""
+    values = [entry.get(name) for entry in entries]
+    kinds = {type(value) for value in values}
+    if kinds <= _PLAIN:
+        return values
+    if kinds <= {*_PLAIN, float}:
+        return [value if type(value) is not float or math.isfinite(value) else None for value in values]
+    return [_plain(value) for value in values]
 
 
 def _plain(value: Any) -> Any:
@@ -78,14 +95,14 @@ def table_of(name: str, entries: Iterable[Mapping[str, Any]], numbers: Collectio
         numbers: columns of cells, layers and rows that are float64 whatever they are called.
     """
     numbers = numbers if name in MEASURED else ()  # elsewhere the name is another column's
-    entries = [{key: _plain(value) for key, value in entry.items()} for entry in entries]
+    entries = list(entries)
     fixed = OWN[name] if name in OWN else {**KEY, **PLACE[name]}
     others = list(dict.fromkeys(key for entry in entries for key in entry if key not in fixed))
     columns: dict[str, pa.Array] = {
-        key: pa.array([entry.get(key) for entry in entries], type=_arrow(kind)) for key, kind in fixed.items()
+        key: pa.array(_column(entries, key), type=_arrow(kind)) for key, kind in fixed.items()
     }
     for key in others:
-        values = [entry.get(key) for entry in entries]
+        values = _column(entries, key)
         if key in numbers:  # Arrow refuses whole numbers that float64 rounds
             values = [None if value is None else float(value) for value in values]
         columns[key] = pa.array(values, type=_kind(key, values, numbers))

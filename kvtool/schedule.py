@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry
 from kvtool.registry import did_you_mean
+from kvtool.triggers import Clock, HighWater, Interval, PrefillBlocks, PromptEnd, Trigger, at_least
 
 Order = Literal["before", "after"]
 SPELLED = "prompt-end, at:N, every:N[,from:S], high-water:N[,from:S], prefill:N; joined by +"
@@ -17,103 +19,6 @@ MODIFIERS = "after, delay:N, block:N; each behind a /"
 TRIGGERS = ("at", "every", "high-water", "prefill")  # with a number
 NUMBERED = ("delay", "block")  # modifiers with a number
 MOST_DIGITS = 9
-
-
-@dataclass(frozen=True)
-class Clock:
-    """What a trigger may know just before a query runs.
-
-    Attributes:
-        step: the row of the query.
-        prompt_length: rows of the prompt.
-        live: tokens in the fullest cache of a KV head that the query would see, without its own.
-    """
-
-    step: int
-    prompt_length: int
-    live: int
-
-
-class Trigger(Protocol):
-    """Says at which steps an event runs. Its text is what a user types."""
-
-    def due(self, clock: Clock) -> bool: ...
-
-
-@dataclass(frozen=True)
-class PromptEnd:
-    """Once, at query `prompt_length`, or at query `at`."""
-
-    at: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.at is not None and self.at < 1:
-            raise KvtoolError("usage", f"an event at step {self.at} has no token to evict", "--evict-at is at least 1")
-
-    def due(self, clock: Clock) -> bool:
-        return clock.step == (clock.prompt_length if self.at is None else self.at)
-
-    def __str__(self) -> str:
-        return "prompt-end" if self.at is None else f"at:{self.at}"
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Every `every` steps: at `start + k·every`, k >= 0; `start` is the prompt's end unless given."""
-
-    every: int
-    start: int | None = None
-
-    def __post_init__(self) -> None:
-        _at_least("--every", self.every, 1, "steps between events")
-        _at_least("--from", self.start, 0, "a step")
-
-    def due(self, clock: Clock) -> bool:
-        since = clock.step - (clock.prompt_length if self.start is None else self.start)
-        return since >= 0 and since % self.every == 0
-
-    def __str__(self) -> str:
-        return f"every:{self.every}" + ("" if self.start is None else f",from:{self.start}")
-
-
-@dataclass(frozen=True)
-class HighWater:
-    """Whenever the query would see more than `mark` tokens, its own included: no query ever does (order before).
-
-    The budget is the low-water mark that eviction goes down to.
-    """
-
-    mark: int
-    start: int | None = None
-
-    def __post_init__(self) -> None:
-        _at_least("--high-water", self.mark, 2, "tokens per KV head")
-        _at_least("--from", self.start, 0, "a step")
-
-    def due(self, clock: Clock) -> bool:
-        start = clock.prompt_length if self.start is None else self.start
-        return clock.step >= start and clock.live + 1 > self.mark
-
-    def __str__(self) -> str:
-        return f"high-water:{self.mark}" + ("" if self.start is None else f",from:{self.start}")
-
-
-@dataclass(frozen=True)
-class PrefillBlocks:
-    """Inside the prompt, after every block of `size` tokens and at its end: the cache never holds more than the
-    budget and a block (KeyDiff, 2504.15364)."""
-
-    size: int
-
-    def __post_init__(self) -> None:
-        _at_least("--prefill-block", self.size, 1, "tokens")
-
-    def due(self, clock: Clock) -> bool:
-        inside = 0 < clock.step < clock.prompt_length and clock.step % self.size == 0
-        return inside or clock.step == clock.prompt_length
-
-    def __str__(self) -> str:
-        return f"prefill:{self.size}"
 
 
 @dataclass(frozen=True)
@@ -138,38 +43,54 @@ class Schedule:
             raise KvtoolError("usage", "a schedule without a trigger never runs", SPELLED)
         if self.order not in ("before", "after"):
             raise KvtoolError("usage", f"--evict-order {self.order} is unknown", "known: before, after")
-        _at_least("--delay", self.delay, 0, "steps")
-        _at_least("--granularity block", self.block, 1, "tokens per page")
+        at_least("--delay", self.delay, 0, "steps")
+        at_least("--granularity block", self.block, 1, "tokens per page")
 
     @property
     def repeats(self) -> bool:
         """Whether there may be several events: everything but one trigger that fires once."""
         return len(self.triggers) > 1 or not isinstance(self.triggers[0], PromptEnd)
 
-    def event(self, clock: Clock) -> int | None:
-        """The step before whose query the event runs that is due at this query, or None."""
-        if not any(trigger.due(clock) for trigger in self.triggers):
-            return None
-        return clock.step + (self.order == "after")
+    @property
+    def counts(self) -> bool:
+        """Whether it goes by how many tokens are live, not by the clock alone."""
+        return any(trigger.counts for trigger in self.triggers)
+
+    def events(self, prompt_length: int, tokens: int, live: Callable[[int], int]) -> Iterator[int]:
+        """Steps before whose query an event is due, ascending, 0 < step < `tokens`. Steps at which no trigger can be
+        due are passed over, so a prompt of any length costs nothing.
+
+        Args:
+            live: step -> tokens in the fullest cache that its query would see, without its own, after all events
+                before it; asked only under a schedule that counts.
+        """
+        step, later = 0, self.order == "after"
+        while step + later < tokens:
+            clock = Clock(step, prompt_length, live(step) if self.counts else 0)
+            coming = [found for trigger in self.triggers if (found := trigger.earliest(clock)) is not None]
+            if not coming:
+                return
+            if min(coming) > step:
+                step = min(coming)
+                continue
+            if step + later > 0:
+                yield step + later
+            step += 1
 
     def first_event(self, geometry: Geometry, prompt_length: int, tokens: int) -> int | None:
         """The step of the first event on a layer whose cache is untouched until then; None where none runs.
 
         It depends on no policy and no budget, since nothing was evicted before it.
         """
-        first = geometry.first_visible(torch.arange(tokens)).tolist()
-        for step in range(tokens):
-            event = self.event(Clock(step, prompt_length, step - first[step]))
-            if event is not None and 0 < event < tokens:
-                return event
-        return None
+
+        def live(step: int) -> int:
+            return step - int(geometry.first_visible(torch.tensor(step)))
+
+        return next(self.events(prompt_length, tokens, live), None)
 
     def planned(self, prompt_length: int, tokens: int) -> list[int] | None:
         """The steps of all events, ascending, where they go by the clock alone; None where they do not."""
-        if any(isinstance(trigger, HighWater) for trigger in self.triggers):
-            return None
-        found = (self.event(Clock(step, prompt_length, 0)) for step in range(tokens))
-        return [event for event in found if event is not None and 0 < event < tokens]
+        return None if self.counts else list(self.events(prompt_length, tokens, lambda step: 0))
 
     def check(self, prompt_length: int, tokens: int) -> None:
         """Refuse a single event that has nothing to evict, or no query after it.
@@ -260,8 +181,3 @@ def _whole(name: str, number: str, text: str) -> int:
     if len(digits) > MOST_DIGITS:
         raise KvtoolError("usage", f"schedule {text!r}: {number} has more than {MOST_DIGITS} digits")
     return int(number)
-
-
-def _at_least(option: str, value: int | None, least: int, noun: str) -> None:
-    if value is not None and value < least:
-        raise KvtoolError("usage", f"{option} {value} is too small", f"{noun}: at least {least}")

@@ -40,6 +40,7 @@ class View:
         evict_step: [Hk, N] int64, step at which the token left (T = never).
         steps_ahead: evaluated steps, present only for oracles.
         memo: by-products of `score` that `diagnose` reads at the same event; empty at first.
+        shared: what kvtool's own policies found out about an untouched cache, for the others on the same layer.
     """
 
     _layer: Layer
@@ -49,6 +50,7 @@ class View:
     evict_step: Tensor
     steps_ahead: Tensor | None = None
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+    shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def at(cls, layer: Layer, step: int, steps_ahead: Tensor | None = None) -> View:

@@ -84,16 +84,18 @@ def ages(
         what is undefined is None.
     """
     shown = {event.step for event in evenly(retained.events, most_events)}
-    oldest = geometry.first_visible(torch.arange(retained.tokens + 1)).tolist()
+    oldest = geometry.first_visible(
+        torch.tensor([*(event.step for event in retained.events), retained.tokens])
+    ).tolist()
+    leaves = leaving_steps(geometry, retained.tokens).numpy()
     entries = []
-    for head, of_head in enumerate(retained.evict_step.to(torch.int64)):
-        evict = of_head.numpy()
+    for head, evict in enumerate(retained.evict_step.to(torch.int64).numpy()):
         curves = {"prompt": Survival(retained.tokens), "decode": Survival(retained.tokens)}
         unchanged, before = 0, None  # events since the kept flexible set was another one
         found = left = 0  # candidates and evicted tokens of all events
-        for event in [*retained.events, None]:
+        for first, event in zip(oldest, [*retained.events, None], strict=True):
             step = retained.tokens if event is None else event.step
-            pool = oldest[step] + np.flatnonzero(evict[oldest[step] : step] >= step)
+            pool = first + np.flatnonzero(evict[first:step] >= step)
             kept = pool if event is None else pool[evict[pool] > step]
             flexible = kept[(kept >= sinks) & (kept < step - window)]
             if event is not None:
@@ -103,7 +105,7 @@ def ages(
                 _expose(curves, pool, evict, event, prompt_length)
                 if step not in shown:
                     continue
-            lives = _lifetimes(of_head, geometry) if event is None else (None, None)
+            lives = _lifetimes(evict, leaves) if event is None else (None, None)
             entries.append(
                 {
                     "kv_head": head,
@@ -142,7 +144,12 @@ def mean_over_heads(entries: Sequence[dict[str, Any]], column: str) -> float | N
 
 def histogram(values: Tensor) -> list[int]:
     """Counts of integers >= 1 by powers of two: bin b holds 2^b .. 2^(b+1) - 1; no empty bin at the end."""
-    return _histogram(np.sort(values.numpy()))
+    return _by_powers(values.numpy())
+
+
+def _by_powers(values: Rows) -> list[int]:
+    counts: list[int] = np.bincount(np.frexp(values.astype(np.float64))[1] - 1).tolist()  # x = m·2^e, 1/2 <= m < 1
+    return counts
 
 
 def _histogram(ascending: Rows) -> list[int]:
@@ -194,9 +201,8 @@ def _expose(curves: dict[str, Survival], pool: Rows, evict: Rows, event: Event, 
         curves[part].expose(pool[chosen], left[chosen])
 
 
-def _lifetimes(evict: Tensor, geometry: Geometry) -> tuple[list[int], list[int]]:
+def _lifetimes(evict: Rows, leaves: Rows) -> tuple[list[int], list[int]]:
     """Histograms of the number of queries that saw each token, ended by eviction and otherwise."""
-    leaves = leaving_steps(geometry, evict.numel())
     by_eviction = evict < leaves
-    lifetime = torch.minimum(evict, leaves) - torch.arange(evict.numel())
-    return histogram(lifetime[by_eviction]), histogram(lifetime[~by_eviction])
+    lifetime = np.minimum(evict, leaves) - np.arange(evict.size)
+    return _by_powers(lifetime[by_eviction]), _by_powers(lifetime[~by_eviction])

@@ -63,6 +63,8 @@ class StepErrors:
             if known.numel():
                 low, high = self.gradients.targets
                 drawn = max(min(high, stop) - max(low, int(known[0])), 0)
+        if bool(inside.all()):  # nothing to copy
+            return replace(self, future_mass=None, drawn_steps=drawn)
         return replace(
             self,
             steps=self.steps[inside],

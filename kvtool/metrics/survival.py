@@ -28,10 +28,12 @@ class Survival:
         if not rows.size:
             return
         exposure = self._clock[rows]
-        length = max(len(self._at_risk), int(exposure.max()) + 1)
-        more = (0, length - len(self._at_risk))
-        self._at_risk = np.pad(self._at_risk, more) + np.bincount(exposure, minlength=length)
-        self._evicted = np.pad(self._evicted, more) + np.bincount(exposure[evicted], minlength=length)
+        known, length = len(self._at_risk), max(len(self._at_risk), int(exposure.max()) + 1)
+        at_risk = np.bincount(exposure, minlength=length)
+        left = np.bincount(exposure[evicted], minlength=length)
+        at_risk[:known] += self._at_risk
+        left[:known] += self._evicted
+        self._at_risk, self._evicted = at_risk, left
         self._clock[rows] += 1
 
     @property

@@ -29,6 +29,8 @@ class Scored:
         scores: [Hk, N].
         diagnostics: name -> [H].
         state: the policy's, at the event.
+        rankings: the order of the candidates by the protection that it was made with: one for all budgets, while
+            neither scores nor protection depend on the budget.
     """
 
     view: View
@@ -36,6 +38,17 @@ class Scored:
     scores: Tensor
     diagnostics: dict[str, Tensor]
     state: Any = None
+    rankings: dict[Protection, Ranking] = field(default_factory=dict, repr=False)
+
+    def ranked(self, label: str, shield: Protection) -> Ranking:
+        """The order of the candidates under `shield`.
+
+        Raises:
+            KvtoolError: `policy-broken` for NaN.
+        """
+        if shield not in self.rankings:
+            self.rankings[shield] = ranked(label, self.scores, self.view, shield)
+        return self.rankings[shield]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +69,12 @@ class First:
     Attributes:
         answers: step -> the scores at a first event there.
         shields: what the policy protects itself at its first event, by budget.
+        shared: see `View.shared`.
     """
 
     answers: dict[int, Answer] = field(default_factory=dict)
     shields: list[Protection] = field(default_factory=list)
+    shared: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,11 +174,13 @@ def choose(
                 f"{label} chooses tokens together, so it cannot be cut into pages",
                 "give it selector=one_shot, or leave --granularity out",
             )
-        if window_on_failure:
-            failed = _failed(answer.diagnostics, heads)
+        if window_on_failure and bool((failed := _failed(answer.diagnostics, heads)).any()):
             refined = torch.where(failed[:, None], view.tokens.to(refined.dtype), refined)
             fallback[answer.heads] = torch.where(failed, FACTORISATION, 0)[answer.heads]
-        selection = _cut(label, refined, view, mine, shield, block)
+        if block == 1 and refined is scores:
+            selection = cut(answer.ranked(label, shield), mine, view.dtype)
+        else:
+            selection = _cut(label, refined, view, mine, shield, block)
         for head in answer.heads:
             selections[head] = selection
             near[head] = view.tokens[head][selection.near[head]]

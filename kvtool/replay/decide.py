@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +18,15 @@ from kvtool.allocator import Allocator, Uniform
 from kvtool.budget import Budget
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
-from kvtool.replay.ask import observed, protection_of, sheltering, started
+from kvtool.replay.ask import built_in, observed, protection_of, sheltering, started
 from kvtool.replay.choose import Answer, Choice, First, choose, filled, newest, score_caches, untouched
+from kvtool.replay.rules import Rules
 from kvtool.replay.telemetry import TensorBytes, compact
 from kvtool.retained import Event, RetainedSet
-from kvtool.schedule import Clock, PromptEnd, Schedule
+from kvtool.schedule import Schedule
 from kvtool.stopwatch import stage, watching
 from kvtool.trace import Sequence
+from kvtool.triggers import PromptEnd
 from kvtool.view import View
 
 
@@ -33,22 +34,6 @@ def donor_of(sequence: Sequence, layer: Layer) -> Layer:
     """The layer whose cache `layer` reads: its own, or its donor's."""
     source = layer.geometry.kv_source
     return layer if source is None else sequence.layer(source, dtype=layer.dtype)
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What every policy of a run has in common.
-
-    Attributes:
-        protection: sinks and window that no policy may evict.
-        deadline_ms: an event that takes longer keeps the sliding window instead; None is no deadline.
-        telemetry: measure how long the stages take, and the bytes that they need.
-    """
-
-    schedule: Schedule
-    protection: Protection
-    deadline_ms: float | None = None
-    telemetry: bool = False
 
 
 def decide(
@@ -85,6 +70,7 @@ def run_schedule(
     rules: Rules,
     steps_ahead: Tensor | None = None,
     allocator: Allocator | None = None,
+    shared: dict[Any, Any] | None = None,
 ) -> list[RetainedSet]:
     """Move one cache per budget through the sequence.
 
@@ -92,6 +78,7 @@ def run_schedule(
         layer: whose keys, values and earlier queries are scored.
         steps_ahead: [F] int64 steps that will be evaluated; oracles see those at or behind their event. None is
             every step with a query.
+        shared: one for all policies on this layer (see `View.shared`); where times are measured each works alone.
 
     Returns:
         One retained set per budget, in order.
@@ -100,7 +87,8 @@ def run_schedule(
         KvtoolError: `policy-broken`; what the policy itself raises.
     """
     ahead = layer.query_steps if steps_ahead is None else steps_ahead
-    first = First()
+    shared = {} if shared is None or rules.timed or not built_in(policy) else shared
+    first = First(shared=shared)
     return [
         Track(layer, label, policy, budget, rules, ahead, allocator or Uniform(), first).run() for budget in budgets
     ]
@@ -149,29 +137,24 @@ class Track:
     def events(self) -> Iterator[int]:
         """The step of every event, ascending, each before it runs: it does when the next one is asked for. Until
         then nothing at or behind that step was read, so whoever drives this may still be computing it."""
-        schedule, retained = self._rules.schedule, self._evict.numpy()
-        skipped, never = self._policy.skips(self._layer.geometry), self._never
-        live = [0] * len(retained)  # tokens that the step's query sees, its own apart
-        done = oldest = 0
-        for step in range(never):
-            if step:
-                for head, mine in enumerate(retained):
-                    live[head] += mine[step - 1] == never
-            while oldest < self._seen_from[step]:  # leaves the layer's window
-                for head, mine in enumerate(retained):
-                    live[head] -= mine[oldest] == never
-                oldest += 1
-            event = schedule.event(Clock(step, self._layer.prompt_length, max(live)))
-            if event is None or not done < event <= self._last_query or (skipped and schedule.repeats):
-                continue
-            done = event
+        schedule, layer = self._rules.schedule, self._layer
+        skipped = self._policy.skips(layer.geometry)
+        if skipped and schedule.repeats:
+            return
+        for event in schedule.events(layer.prompt_length, self._never, self._live):
+            if event > self._last_query:
+                return
             yield event
             if skipped:
                 self._leave_whole(event)
             else:
-                with sheltering(self._label, self._policy, self._layer):
+                with sheltering(self._label, self._policy, layer):
                     self._evict_before(event)
-                live = [int((mine[oldest:step] == never).sum()) for mine in retained]
+
+    def _live(self, step: int) -> int:
+        """Tokens in the fullest cache of a KV head that the query at `step` sees, without its own."""
+        seen = self._evict[:, self._seen_from[step] : step]
+        return int((seen == self._never).sum(1).max())
 
     def _rows(self, since: int, until: int) -> list[Tensor]:
         """Per KV head the rows in since..until-1 that were not evicted."""
@@ -223,7 +206,7 @@ class Track:
         if untouched and step in self._first.answers:
             answer = self._first.answers[step]
         else:
-            if untouched and not self._first.answers and self._timed:
+            if untouched and not self._first.answers and self._rules.timed:
                 # Reading the trace and warming up this process are no cost of the event.
                 score_caches(self._label, self._policy, self._layer, self._observe(step), rows, step, self._later(step))
             begun = time.perf_counter()
@@ -235,10 +218,6 @@ class Track:
                 self._first.answers[step] = answer
         self._state, self._observed = answer.state, step
         return answer
-
-    @property
-    def _timed(self) -> bool:
-        return self._rules.telemetry or self._rules.deadline_ms is not None
 
     def _later(self, step: int) -> Tensor | None:
         """The steps that an oracle sees at an event."""
@@ -252,7 +231,8 @@ class Track:
         longest = max(len(mine) for mine in live)
         tokens = torch.stack([filled(mine, longest, step) for mine in live])
         leaves = self._evict.to(torch.int64).gather(1, tokens)
-        view = View(layer, step, tokens, start, leaves, self._ahead if self._policy.oracle else None)
+        ahead = self._ahead if self._policy.oracle else None
+        view = View(layer, step, tokens, start, leaves, ahead, shared=self._first.shared)
         state = self._state if start else started(self._label, self._policy, layer, view)
         return observed(self._label, self._policy, layer, state, view)
 

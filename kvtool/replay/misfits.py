@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvtool.budget import Budget
 from kvtool.errors import KvtoolError
-from kvtool.schedule import HighWater, Schedule
+from kvtool.schedule import Schedule
+from kvtool.triggers import HighWater
 
 
 def refuse_misfits(schedules: tuple[Schedule, ...], sizes: list[Budget], evaluate: str, decomposes: bool) -> None:

@@ -202,10 +202,11 @@ def decide_cells(sequence: Sequence, layer: Layer, plan: Plan, step: int) -> lis
     donor = plan.calibrated(donor_of(sequence, layer))
     ahead = donor.query_steps[donor.query_steps >= step]
     decided: list[RetainedSet] = []
+    shared: dict[Any, Any] = {}  # dropped with the unit
     for label, policy in plan.policies:
         for schedule in plan.schedules:
             rules = plan.rules(schedule, control=label in CONTROLS)
-            decided += run_schedule(donor, label, policy, plan.budgets, rules, ahead)
+            decided += run_schedule(donor, label, policy, plan.budgets, rules, ahead, shared=shared)
     return decided
 
 

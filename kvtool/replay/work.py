@@ -51,8 +51,8 @@ def evaluated_from(schedule: Schedule, sequence: Sequence) -> int:
         KvtoolError: code `no-queries`.
     """
     schedule.check(sequence.prompt_length, sequence.length)
-    geometries = [sequence.geometry(layer_id) for layer_id in sequence.layer_ids]
-    caches = [g if g.kv_source is None else sequence.geometry(g.kv_source) for g in geometries]
+    geometries = {layer_id: sequence.parsed[layer_id][0] for layer_id in sequence.layer_ids}
+    caches = [g if g.kv_source is None else geometries[g.kv_source] for g in geometries.values()]
     # Layers that see the same rows have the same first event: one of each kind is asked.
     kinds = {(geometry.kind, geometry.window): geometry for geometry in caches}
     found = [schedule.first_event(g, sequence.prompt_length, sequence.length) for g in kinds.values()]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
 from kvtool.selection.ranking import Ranking, rank
 
+Scores: TypeAlias = np.ndarray[Any, Any]
 # How far rounding may move a score, relative to the scores about it: what another order of the same sums does, and a
 # hundred times less than a narrower dtype would.
 ROUNDING, ROUNDING_FLOAT64 = 1e-5, 1e-10
@@ -61,25 +65,25 @@ def cut(ranking: Ranking, budgets: Sequence[int], dtype: torch.dtype | None = No
     keep = ranking.ranking <= achieved[:, None]
 
     # the cut lies between ranks `achieved` and `achieved + 1`, where both are unprotected
-    between = (achieved > ranking.protected) & (achieved < candidates)
     ties = torch.zeros(heads, dtype=torch.int64, device=device)
     margin = torch.full((heads,), torch.nan, dtype=torch.float64, device=device)
     relative = margin.clone()
     close = torch.zeros_like(ranking.ordered, dtype=torch.bool)  # in rank order
     rounding = ROUNDING_FLOAT64 if (dtype or ranking.ordered.dtype) == torch.float64 else ROUNDING
-    for head in between.nonzero()[:, 0].tolist():
-        scores = ranking.ordered[head]
-        last_kept, first_evicted = scores[achieved[head] - 1], scores[achieved[head]]
+    for head, (kept, protected) in enumerate(zip(achieved.tolist(), ranking.protected.tolist(), strict=True)):
+        if not protected < kept < candidates:
+            continue
+        free, place = ranking.free[head], kept - protected
+        last_kept, first_evicted = float(free[place - 1]), float(free[place])
         if last_kept == first_evicted:
-            ties[head] = (scores[ranking.protected[head] :] == last_kept).sum()
+            ties[head] = int((free == last_kept).sum())
             margin[head] = 0.0
         else:
-            margin[head] = last_kept.to(torch.float64) - first_evicted.to(torch.float64)
-        free, place = scores[ranking.protected[head] :].to(torch.float64), int(achieved[head] - ranking.protected[head])
-        scale = max([ranking.typical[head], *_finite(free[place - 1 : place + 1].abs())])
-        if torch.isfinite(margin[head]):
+            margin[head] = last_kept - first_evicted
+        scale = max([ranking.typical[head], *(abs(s) for s in (last_kept, first_evicted) if math.isfinite(s))])
+        if math.isfinite(float(margin[head])):
             relative[head] = margin[head] / scale if scale > 0 else 0.0
-        close[head, ranking.protected[head] :] = _close(free, place, rounding * scale)
+        close[head, protected:] = torch.from_numpy(_close(free, place, rounding * scale)).to(device)
     return Selection(
         keep=keep,
         achieved=achieved,
@@ -92,16 +96,13 @@ def cut(ranking: Ranking, budgets: Sequence[int], dtype: torch.dtype | None = No
     )
 
 
-def _finite(values: Tensor) -> list[float]:
-    found: list[float] = values[torch.isfinite(values)].tolist()
-    return found
-
-
-def _close(scores: Tensor, place: int, distance: float) -> Tensor:
+def _close(scores: Scores, place: int, distance: float) -> Scores:
     """[n] bool: kept ones within `distance` of the first evicted, evicted ones within it of the last kept."""
-    last_kept, first_evicted = scores[place - 1], scores[place]
-    other = torch.where(torch.arange(scores.numel(), device=scores.device) < place, first_evicted, last_kept)
-    return (scores == other) | ((scores - other).abs() <= distance)
+    other = np.full(scores.shape, scores[place - 1])
+    other[:place] = scores[place]
+    with np.errstate(invalid="ignore"):  # infinities less each other
+        near: Scores = (scores == other) | (np.abs(scores - other) <= distance)
+    return near
 
 
 def select(scores: Tensor, tokens: Tensor, budgets: Sequence[int], *, sinks: int, window: int, step: int) -> Selection:

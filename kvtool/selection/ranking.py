@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,13 +42,19 @@ class Ranking:
     protected: Tensor
 
     @cached_property
+    def free(self) -> list[np.ndarray[Any, Any]]:
+        """Per KV head its unprotected scores in rank order, float64; for all cuts."""
+        wide = self.ordered.to(torch.float64).cpu().numpy()
+        return [scores[protected:] for scores, protected in zip(wide, self.protected.tolist(), strict=True)]
+
+    @cached_property
     def typical(self) -> list[float]:
         """Per KV head the median magnitude of its finite unprotected scores, 0 without one; for all cuts."""
         found = []
-        for scores, protected in zip(self.ordered, self.protected.tolist(), strict=True):
-            sizes = scores[protected:].to(torch.float64).abs()
-            sizes = sizes[torch.isfinite(sizes)]
-            found.append(float(sizes.median()) if sizes.numel() else 0.0)
+        for scores in self.free:
+            sizes = np.abs(scores[np.isfinite(scores)])
+            middle = (sizes.size - 1) // 2
+            found.append(float(np.partition(sizes, middle)[middle]) if sizes.size else 0.0)
         return found
 
 

@@ -11,21 +11,24 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import numpy as np
-import zarr
 from torch import Tensor
-from zarr.codecs import Crc32cCodec, ZstdCodec
 
 from kvtool.errors import KvtoolError
 from kvtool.trace.commit import Entry
 from kvtool.trace.layout import DTYPE_ATTRIBUTE, FILL, ArrayInfo, chunk_shape, to_numpy, to_torch
 
+if TYPE_CHECKING:
+    import zarr  # slow to import, and needed for writing and for compressed chunks only
+
 
 def create_group(root: Path, path: str, attributes: Mapping[str, Any]) -> None:
     """An empty Zarr group at `root/path`."""
+    import zarr
+
     zarr.create_group(str(root / path), zarr_format=3, attributes=dict(attributes))
 
 
@@ -36,6 +39,9 @@ def create_array(root: Path, path: str, shape: tuple[int, ...], dtype: str, logi
         dtype, logical: `uint16` and `bfloat16` for bfloat16 bits, else twice the same.
         archive: zstd frames with checksums instead of raw bytes.
     """
+    import zarr
+    from zarr.codecs import Crc32cCodec, ZstdCodec
+
     return zarr.create_array(
         str(root / path),
         shape=shape,
@@ -139,6 +145,8 @@ def _read_frames(root: Path, info: ArrayInfo, entries: Mapping[str, Entry], head
     """A zstd array through Zarr, after each frame's own header agreed to the size that metadata claims."""
     part = slice(None) if head is None else slice(head, head + 1)
     shape = info.shape if head is None else (1, *info.shape[1:])
+    import zarr
+
     if 0 in info.shape:
         return np.empty(shape, dtype=info.dtype)
     for index in _chunks(info, head):

@@ -6,7 +6,9 @@ the chunk files that the commit file lists, and those were compared with the dis
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
@@ -16,7 +18,7 @@ from typing import Any
 
 from kvtool.errors import KvtoolError
 from kvtool.trace.array import damaged
-from kvtool.trace.commit import Commit, file_entry, parse_json
+from kvtool.trace.commit import Commit, Entry, parse_json
 from kvtool.trace.layout import (
     CHECKSUM_BYTES,
     COMMIT,
@@ -70,16 +72,17 @@ def check_lengths(root: Path, commit: Commit) -> None:
     Raises:
         KvtoolError: code `trace-damaged`, naming the first file that is not.
     """
-    folders: set[Path] = set()
+    folders: set[str] = {""}
+    top = os.path.join(os.fspath(root), "")
     for name, entry in commit.entries.items():
-        path = root / name
-        for folder in path.relative_to(root).parents:
-            if folder not in folders:
-                if (root / folder).is_symlink() and folder != Path("."):
-                    raise damaged(root, str(folder), "is a symbolic link")
-                folders.add(folder)
+        folder = name.rpartition("/")[0]
+        while folder not in folders:  # those above it first seen together with it
+            if os.path.islink(top + folder):
+                raise damaged(root, folder, "is a symbolic link")
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
         try:
-            status = path.lstat()
+            status = os.lstat(top + name)
         except OSError:
             raise damaged(root, name, "is missing") from None
         if not stat.S_ISREG(status.st_mode):
@@ -105,9 +108,10 @@ def read_tree(root: Path, commit: Commit) -> Tree:
         elif name == "zarr.json" or name.endswith("/zarr.json"):
             if entry.length > MOST_METADATA_BYTES:
                 raise _unsafe(root, name, f"has {entry.length} bytes, more than metadata may have")
-            if file_entry(root / name) != entry:
+            raw = (root / name).read_bytes()
+            if Entry(len(raw), hashlib.sha256(raw).hexdigest()) != entry:
                 raise damaged(root, name, "was altered")
-            documents[name.removesuffix("zarr.json").rstrip("/")] = parse_json((root / name).read_bytes(), name)
+            documents[name.removesuffix("zarr.json").rstrip("/")] = parse_json(raw, name)
         else:
             raise _unsafe(root, name, "is no part of format 1")
     for path, document in documents.items():

@@ -14,7 +14,8 @@ from kvtool.live import live
 from kvtool.live.recording import Recording
 from kvtool.policies import Protection, policy_from_text
 from kvtool.replay.choose import First
-from kvtool.replay.decide import Rules, Track
+from kvtool.replay.decide import Track
+from kvtool.replay.rules import Rules
 from kvtool.rotation import Rotation
 from kvtool.schedule import parse_schedule
 

@@ -12,7 +12,8 @@ from layers import LAYERS, make
 from kvtool.budget import Budget
 from kvtool.layer import Layer
 from kvtool.policies import Protection, policy_from_text
-from kvtool.replay.decide import Rules, decide, run_schedule
+from kvtool.replay.decide import decide, run_schedule
+from kvtool.replay.rules import Rules
 from kvtool.retained import RetainedSet
 from kvtool.schedule import parse_schedule
 from kvtool.selection import select

@@ -17,9 +17,11 @@ from kvtool.budget import Budget
 from kvtool.kernels.retained_attention.reference import retained_attention
 from kvtool.layer import Geometry, Layer
 from kvtool.policies import Policy, Protection, policy_from_text
-from kvtool.replay.decide import Rules, run_schedule
+from kvtool.replay.decide import run_schedule
+from kvtool.replay.rules import Rules
 from kvtool.retained import Event, RetainedSet
-from kvtool.schedule import Clock, Trigger, parse_schedule
+from kvtool.schedule import parse_schedule
+from kvtool.triggers import Clock, Trigger
 from kvtool.view import View
 
 SCHEDULES = (
@@ -41,8 +43,16 @@ class Until:
     trigger: Trigger
     last: int
 
+    @property
+    def counts(self) -> bool:
+        return self.trigger.counts
+
     def due(self, clock: Clock) -> bool:
         return clock.step <= self.last and self.trigger.due(clock)
+
+    def earliest(self, clock: Clock) -> int | None:
+        found = self.trigger.earliest(clock)
+        return found if found is not None and found <= self.last else None
 
 
 def run(layer: Layer, policy: Policy, word: str, last: int | None = None) -> RetainedSet:

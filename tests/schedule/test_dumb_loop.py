@@ -15,7 +15,8 @@ from kvtool.budget import Budget
 from kvtool.layer import Layer
 from kvtool.metrics import evaluate_layer
 from kvtool.policies import ALL, Protection, policy_from_text
-from kvtool.replay.decide import Rules, run_schedule
+from kvtool.replay.decide import run_schedule
+from kvtool.replay.rules import Rules
 from kvtool.retained import RetainedSet
 from kvtool.schedule import parse_schedule
 

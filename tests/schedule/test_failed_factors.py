@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvtool.budget import Budget
 from kvtool.policies import Policy, Protection
-from kvtool.replay.decide import Rules, run_schedule
+from kvtool.replay.decide import run_schedule
+from kvtool.replay.rules import Rules
 from kvtool.retained import FACTORISATION
 from kvtool.schedule import parse_schedule
 from kvtool.view import View

@@ -11,7 +11,8 @@ from kvtool.example_layer import example_layer
 from kvtool.layer import Layer
 from kvtool.metrics import evaluate_layer
 from kvtool.policies import Protection, policy_from_text
-from kvtool.replay.decide import Rules, run_schedule
+from kvtool.replay.decide import run_schedule
+from kvtool.replay.rules import Rules
 from kvtool.retained import RetainedSet
 from kvtool.schedule import parse_schedule
 

@@ -14,7 +14,8 @@ from layers import LAYERS, make
 from kvtool.budget import Budget
 from kvtool.layer import Layer
 from kvtool.policies import Protection, policy_from_text
-from kvtool.replay.decide import Rules, run_schedule
+from kvtool.replay.decide import run_schedule
+from kvtool.replay.rules import Rules
 from kvtool.schedule import parse_schedule
 
 QUICK = ("streaming-llm:sinks=2", "knorm", "tova", "h2o", "snapkv:window=3,kernel=3", "keydiff:recent=0.3")
