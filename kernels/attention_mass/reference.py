@@ -165,7 +165,8 @@ def _weights(
         weights.mul_(torch.sigmoid(total - sinks[which])[..., None])
     if empty is not None:
         weights.masked_fill_(empty, 0.0)
-    return weights.view(heads, count, width)
+    found: Tensor = weights.view(heads, count, width)
+    return found
 
 
 def _seen_columns(rows: Tensor, oldest: int, newest: int) -> slice:
