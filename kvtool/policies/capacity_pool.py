@@ -54,7 +54,9 @@ def weights_of(policy: Capacity, view: View, kinds: list[list[Component]], floor
         here = scored[head // geometry.group]
         if not bool(here.any()):
             continue
-        keys = view.keys[head // geometry.group][here].to(torch.float64)
+        if head % geometry.group == 0:  # widened once for the group
+            own = view.keys[head // geometry.group]
+            keys = (own if bool(here.all()) else own[here]).to(torch.float64)
         sink_logit = None if geometry.sink_logits is None else float(geometry.sink_logits[head])
         if policy.competition == "centred":
             (kind,) = kinds[head]

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvtool.policies.group import reduce_group
 from kvtool.policies.parameters import Reducer, check_at_least, check_choices
 from kvtool.policies.policy import Policy, Protection
+from kvtool.policies.quadratic_forms import quadratic_forms
 from kvtool.policies.query_source import QuerySource
 from kvtool.policies.query_statistics import QueryStatistics, expected_statistics, past_statistics
 from kvtool.view import View
@@ -94,19 +95,19 @@ class ExpectedAttention(Policy):
 
     def _log_moment(self, view: View, mean: Tensor, covariance: Tensor | None) -> Tensor:
         """[H, N]: s·mean·k + s^2/2 k^T covariance k, for `mean` [H, D] and `covariance` [H, D, D]."""
-        geometry = view.geometry
+        geometry, group = view.geometry, view.geometry.group
         logits = torch.empty(geometry.query_heads, view.tokens.shape[1], dtype=torch.float64)
-        for head in range(geometry.query_heads):
-            keys = view.keys[head // geometry.group].to(torch.float64)
-            z = geometry.scale * (keys @ mean[head])
+        for kv_head, own in enumerate(view.keys):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            keys = own.to(torch.float64)
+            z = geometry.scale * (mean[heads] @ keys.T)  # [G, N]
             slope = torch.ones_like(z)
             if geometry.softcap is not None:
                 z = geometry.softcap * torch.tanh(z / geometry.softcap)
                 slope = 1 - (z / geometry.softcap) ** 2
             if covariance is not None:
-                spread = ((keys @ covariance[head]) * keys).sum(1)
-                z = z + 0.5 * (geometry.scale * slope) ** 2 * spread
-            logits[head] = z
+                z += 0.5 * (geometry.scale * slope) ** 2 * quadratic_forms(keys, covariance[heads])
+            logits[heads] = z
         return logits
 
     def _value_factor(self, view: View) -> Tensor:
@@ -116,10 +117,10 @@ class ExpectedAttention(Policy):
             norms: Tensor = torch.linalg.vector_norm(view.values.to(torch.float64), dim=-1)
             return norms.repeat_interleave(group, dim=0)
         projection = view.output_projection
-        lengths = []
-        for head in range(view.geometry.query_heads):
-            weight = projection[head].to(torch.float64)  # [Dv, M]
-            values = view.values[head // group].to(torch.float64)
-            gram = weight @ weight.T  # |v W|^2 = v (W W^T) v^T: no [N, M] product
-            lengths.append(((values @ gram) * values).sum(1).clamp_min(0).sqrt())
-        return torch.stack(lengths)
+        lengths = torch.empty(view.geometry.query_heads, view.tokens.shape[1], dtype=torch.float64)
+        for kv_head, own in enumerate(view.values):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            weight = projection[heads].to(torch.float64)  # [G, Dv, M]
+            grams = weight @ weight.transpose(1, 2)  # |v W|^2 = v (W W^T) v^T: no [N, M] product
+            lengths[heads] = quadratic_forms(own.to(torch.float64), grams).clamp_min_(0).sqrt_()
+        return lengths

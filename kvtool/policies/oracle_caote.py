@@ -37,11 +37,14 @@ class OracleCAOTE(Policy):
             v = values[:, block.columns]  # [Hk, n, Dv]
             a = block.weights.reshape(geometry.kv_heads, -1, v.shape[1])  # [Hk, G*b, n]
             f = a @ v - (1 - a.sum(2, keepdim=True)) * centre  # [Hk, G*b, Dv]; a sink logit holds weight back
-            distance = v.square().sum(2)[:, None, :] - 2 * f @ v.transpose(1, 2) + f.square().sum(2, keepdim=True)
+            distance = torch.baddbmm(v.square().sum(2)[:, None, :], f, v.transpose(1, 2), alpha=-2)
+            distance.add_(f.square().sum(2, keepdim=True)).clamp_min_(0)
             # where one token has nearly all the weight, f is nearly its value: the difference itself is exact
-            top = a.argmax(2, keepdim=True)
+            most, top = a.max(2, keepdim=True)
             at_top = v.gather(1, top.expand(-1, -1, v.shape[2]))
-            distance.clamp_min_(0).scatter_(2, top, (at_top - f).square().sum(2, keepdim=True))
-            loss = torch.where(a >= 1, torch.inf, (a / (1 - a)).square() * distance)
+            distance.scatter_(2, top, (at_top - f).square_().sum(2, keepdim=True))
+            loss = distance.mul_(a.div_(1 - a).square_())
+            if bool((most >= 1).any()):  # only the largest weight of a query can be 1
+                loss.scatter_(2, top, loss.gather(2, top).masked_fill_(most >= 1, torch.inf))
             damage[:, block.columns] += loss.view(block.weights.shape).sum(1)
         return reduce_group(damage, geometry.kv_heads, "sum").gather(1, view.tokens)

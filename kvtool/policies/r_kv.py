@@ -13,7 +13,8 @@ from kvtool.policies.parameters import check_at_least, check_choices, check_shar
 from kvtool.policies.policy import Policy, Protection
 from kvtool.view import View
 
-TILE_BYTES = 64 << 20  # cosines of one block of keys to all others
+TILE_BYTES = 8 << 20  # cosines of one block of keys to all others
+STRIP = 1024  # keys among which near-duplicates are looked for at a time, the newest first
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,32 @@ def mean_cosines(keys: Tensor, threshold: float, block: int | None = None) -> Te
     unit = functional.normalize(keys, dim=-1)
     total = torch.zeros(count, dtype=torch.float64)
     block = block or max(1, TILE_BYTES // max(1, count * unit.element_size()))
-    places = torch.arange(count)
+    room = unit.new_empty(min(block, count), count)  # fresh memory for every block costs as much as the product
     for start in range(0, count, block):
-        own = places[start : start + block]
-        cosines = unit[own] @ unit.T  # [b, N]
+        own = torch.arange(start, min(start + block, count))
+        cosines = room[: len(own)]
+        torch.mm(unit[start : start + block], unit.T, out=cosines)
         cosines[own - start, own] = 0.0
-        near = cosines > threshold
-        near[own - start, own] = False  # a threshold below 0 must not make a key its own duplicate
-        found = near.any(1).nonzero()[:, 0]
-        newest = count - 1 - near[found].flip(1).to(torch.uint8).argmax(1)
-        cosines[found, newest] = 0.0
+        _spare_newest(cosines, own, threshold)
         total += cosines.sum(0, dtype=torch.float64)
     return total / count
+
+
+def _spare_newest(cosines: Tensor, own: Tensor, threshold: float) -> None:
+    """Write 0 over the newest cosine above `threshold` of every row of `cosines` [b, N], where it has one.
+
+    Args:
+        own: [b], the column of each row's own key, which is no near-duplicate.
+    """
+    left = torch.arange(len(own))  # rows that have found none yet
+    for stop in range(cosines.shape[1], 0, -STRIP):
+        low = max(0, stop - STRIP)
+        near = cosines[left, low:stop] > threshold
+        inside = ((own[left] >= low) & (own[left] < stop)).nonzero()[:, 0]
+        near[inside, own[left[inside]] - low] = False  # a threshold below 0 must not make a key its own duplicate
+        newest = stop - low - 1 - near.flip(1).to(torch.uint8).argmax(1)
+        found = near.gather(1, newest[:, None])[:, 0]
+        cosines[left[found], low + newest[found]] = 0.0
+        left = left[~found]
+        if len(left) == 0:
+            return

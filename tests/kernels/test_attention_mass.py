@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvtool.kernels.attention_mass import attention_blocks, attention_mass
+from kvtool.kernels.attention_mass import attention_blocks, attention_mass, reference
 
 
 def dumb_weights(q, k, steps, rows, first, left, scale, softcap, sinks):
@@ -133,3 +133,53 @@ def test_sixteen_bit_inputs_are_summed_in_float64():
     steps = torch.arange(100, 5100)
     mass = attention_mass(ones, keys, steps=steps, rows=torch.arange(100), first_visible=steps * 0, scale=1.0)
     assert mass[0].tolist() == pytest.approx([50.0] * 100, rel=1e-6)
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that is not written first holds NaN."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tokens", "dim"), [(6, 3, 63, 5), (8, 2, 37, 80), (5, 5, 20, 3), (7, 1, 31, 4)]
+)
+@pytest.mark.parametrize("room", [1, 3000, 8 << 20])
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_however_heads_and_queries_are_cut(
+    monkeypatch, poisoned, heads, kv_heads, tokens, dim, room, sink, dtype, bound
+):
+    monkeypatch.setattr(reference, "MASS_BYTES", room)
+    q, k, steps, rows, left = case(tokens, heads, kv_heads, tokens, dim, ragged=True)
+    sinks = torch.randn(heads, generator=torch.Generator().manual_seed(0), dtype=torch.float64) if sink else None
+    first = (steps - 25).clamp_min(0)
+    expected = dumb_weights(q, k, steps, rows, first, left, 0.4, None, sinks).sum(1)
+    mass = attention_mass(
+        q.to(dtype),
+        k.to(dtype),
+        steps=steps,
+        rows=rows,
+        first_visible=first,
+        evict_step=left,
+        scale=0.4,
+        sink_logits=sinks,
+    )
+    assert float((mass - expected).abs().max()) < bound
+
+
+def test_blocks_are_memory_of_their_own():
+    q, k, steps, rows, _ = case(6)
+    blocks = list(attention_blocks(q, k, steps=steps, rows=rows, first_visible=steps * 0, scale=1.0, block=4))
+    total = torch.zeros(4, 23, dtype=torch.float64)
+    for part in blocks:
+        total[:, part.columns] += part.weights.sum(1)
+    assert (
+        float((total - attention_mass(q, k, steps=steps, rows=rows, first_visible=steps * 0, scale=1.0)).abs().max())
+        < 1e-12
+    )
