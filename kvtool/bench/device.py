@@ -1,0 +1,5 @@
+GOALS = ()
+GROUPS = ()
+
+
+def refuse_without_card(): ...
