@@ -1,0 +1,213 @@
+"""What many retained sets do to attention, as error norms: fast, where the reference yields whole vectors.
+
+The numbers are those of `reference.retained_attention`. Logits are computed once per tile of query rows, transposed
+[keys, rows], and so are their exponentials. Tokens that a family of cells treats alike are gathered and multiplied
+with V once (see `families`); a cell is a sum of such atoms, so one more budget of a ranking costs next to nothing.
+Vectors stay inside a tile. Rows in which a set underflows are computed again by the set's own maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .cell_vectors import Kernel, Vectors
+from .inputs import QUERY_ROWS, Inputs, Seen
+
+Which = Literal["all", "errors"]
+SPAN_STEPS = 512  # steps whose sets are cut into families at once
+SPAN_BYTES = 96 << 20  # of projected errors of all cells of a span
+
+
+@dataclass(frozen=True, eq=False)
+class CellErrors:
+    """C retained sets (cells) over R steps, H query heads; f_V is the output over all visible tokens, f_R over the
+    retained ones, e = f_V - f_R.
+
+    Attributes:
+        squared_output: [H, R] float64 |f_V|^2.
+        squared_error: [C, H, R] float64 |e|^2; exactly 0 where nothing visible is evicted.
+        mass: [C, H, R] float64, share of attention that the evicted tokens had.
+        gap: [C, H, R] float64 |fE - f_R|, NaN where nothing visible is evicted.
+        cosine: [C, H, R] float64 1 - cos(f_V, f_R), NaN where either is zero.
+        layer_squared_output: [R] float64 |sum over heads of W_O f_V|^2, None without an output projection.
+        layer_squared_error: [C, R] likewise of e.
+        gradient_dot: [C, S, H, R] g·(f_R - f_V), NaN at steps without a gradient; None without gradients.
+
+    Where only errors were asked for, mass, gap and cosine are NaN.
+    """
+
+    squared_output: Tensor
+    squared_error: Tensor
+    mass: Tensor
+    gap: Tensor
+    cosine: Tensor
+    layer_squared_output: Tensor | None = None
+    layer_squared_error: Tensor | None = None
+    gradient_dot: Tensor | None = None
+
+
+def cell_errors(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    evict_steps: Tensor,
+    *,
+    steps: Tensor,
+    rows: Tensor,
+    first_visible: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    projection: Tensor | None = None,
+    gradients: Tensor | None = None,
+    gradient_rows: Tensor | None = None,
+    which: Which = "all",
+    full: Tensor | None = None,
+    block: int | None = None,
+) -> CellErrors:
+    """Error norms of every cell at every step.
+
+    Args:
+        queries: [H, R, D] float32 or float64, finite as all floating arguments.
+        keys, values: [Hk, N, D], [Hk, N, Dv]; query head h reads KV head h // (H / Hk).
+        evict_steps: [C, Hk, N] integers; row i is retained for step t iff t < evict_step[i].
+        steps, rows, first_visible: [R], [N], [R]; row i is visible to step t iff first_visible <= rows[i] <= t.
+        scale, softcap, sink_logits: as in `reference.attention`.
+        projection: [H, Dv, M] output projection without bias, or None.
+        gradients: [S, H, Tg, Dv], or None; gradient_rows: [R] which of the Tg belongs to a step, -1 for none.
+        which: `all`, e = m (fE - f_R) from both sides of the cut; `errors`, squared_error, layer_* and gradient_dot
+            alone, for which f_V - f_R serves where m >= 1e-3 (docs/metrics.md): about two thirds of the work.
+        full: [H, R, Dv] f_V where it is known already; it is then not computed again.
+        block: steps in a tile; None chooses.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    inputs = Inputs.checked(queries, keys, values, steps, rows, first_visible, scale, softcap, sink_logits, block)
+    if evict_steps.ndim != 3 or tuple(evict_steps.shape[1:]) != tuple(keys.shape[:2]):
+        raise ValueError(f"evict_steps {list(evict_steps.shape)} is not [C, Hk, N] of keys {list(keys.shape)}")
+    if evict_steps.is_floating_point():
+        raise ValueError("evict_steps must be integers")
+    found = _blank(inputs, len(evict_steps), projection, gradients)
+    for span in _spans(inputs, evict_steps, projection):
+        _measure_span(found, inputs, evict_steps, span, projection, gradients, gradient_rows, which, full)
+    return found
+
+
+def _blank(inputs: Inputs, cells: int, projection: Tensor | None, gradients: Tensor | None) -> CellErrors:
+    """Everything NaN, so that a step that was forgotten shows."""
+
+    def nothing(*shape: int) -> Tensor:
+        return torch.full(shape, float("nan"), dtype=torch.float64)
+
+    heads, count = inputs.heads, int(inputs.steps.numel())
+    dots = None
+    if gradients is not None:
+        dots = torch.full((cells, len(gradients), heads, count), float("nan"), dtype=inputs.queries.dtype)
+    return CellErrors(
+        nothing(heads, count),
+        *(nothing(cells, heads, count) for _ in range(4)),
+        None if projection is None else nothing(count),
+        None if projection is None else nothing(cells, count),
+        dots,
+    )
+
+
+def _spans(inputs: Inputs, evict_steps: Tensor, projection: Tensor | None) -> Iterator[slice]:
+    """Runs of steps, cut where sets change if that leaves no run too short to be worth its families."""
+    steps = inputs.steps
+    most = SPAN_STEPS
+    if projection is not None:
+        one = max(1, (len(evict_steps) + 1) * projection.shape[2] * inputs.queries.element_size())
+        most = max(QUERY_ROWS // inputs.group, min(most, SPAN_BYTES // one), 1)
+    least = max(1, QUERY_ROWS // inputs.group // 4)
+    start, count = 0, int(steps.numel())
+    changes = torch.unique(evict_steps)
+    while start < count:
+        stop = min(start + most, count)
+        inside = changes[(changes > steps[start]) & (changes <= steps[stop - 1])]
+        for change in inside.tolist():
+            place = int((steps[start:stop] < change).sum()) + start
+            if place - start >= least:
+                stop = place
+                break
+        yield slice(start, stop)
+        start = stop
+
+
+def _measure_span(
+    found: CellErrors,
+    inputs: Inputs,
+    evict_steps: Tensor,
+    span: slice,
+    projection: Tensor | None,
+    gradients: Tensor | None,
+    gradient_rows: Tensor | None,
+    which: Which,
+    full: Tensor | None,
+) -> None:
+    """Fill in the steps of one span."""
+    whole = Seen.of(inputs, span)
+    size = inputs.block or max(1, QUERY_ROWS // inputs.group)
+    parts = [slice(at, min(at + size, span.stop)) for at in range(span.start, span.stop, size)]
+    steps = inputs.steps[span]
+    width, cells = inputs.values.shape[2], len(evict_steps)
+    projected = None
+    if projection is not None:
+        shape = (cells + 1, span.stop - span.start, projection.shape[2])  # the last is f_V itself
+        projected = inputs.queries.new_zeros(shape)
+    for kv_head in range(inputs.kv_heads):
+        group = inputs.query_heads_of(kv_head)
+        leaves = whole.pick(evict_steps[:, kv_head].T).T  # [C, n]
+        kernel = Kernel(inputs, kv_head, whole, leaves, steps, which)
+        for part in parts:
+            known = None if full is None else full[group, part].reshape(-1, width)
+            tile = kernel.tile(part, known)
+            inside = slice(part.start - span.start, part.stop - span.start)
+            found.squared_output[group, part] = _by_step(tile.full.norm(dim=-1).double().square(), inputs.group)
+            if projection is not None and projected is not None:
+                projected[cells, inside] += _project(tile.full[None], projection[group])[0]
+            slopes = None if gradients is None else _slopes(gradients[:, group], gradient_rows, part)
+            for vectors in tile.vectors():
+                _store(found, vectors, group, part, inputs.group, which)
+                if projection is not None and projected is not None:
+                    projected[vectors.cells, inside] += _project(vectors.error(), projection[group])
+                if slopes is not None and found.gradient_dot is not None:
+                    dots = torch.einsum("ktd,tsd->kst", vectors.error(), slopes).neg_()
+                    found.gradient_dot[vectors.cells, :, group, part] = dots.unflatten(2, (inputs.group, -1))
+    if projected is not None and found.layer_squared_error is not None and found.layer_squared_output is not None:
+        norms = projected.double().square_().sum(-1)
+        found.layer_squared_error[:, span], found.layer_squared_output[span] = norms[:cells], norms[cells]
+
+
+def _store(found: CellErrors, vectors: Vectors, group: slice, part: slice, heads: int, which: Which) -> None:
+    numbers = [(found.squared_error, vectors.squared_error)]
+    if which == "all":
+        numbers += [(found.mass, vectors.mass), (found.gap, vectors.gap), (found.cosine, vectors.cosine)]
+    for into, values in numbers:
+        into[vectors.cells, group, part] = _by_step(values(), heads)
+
+
+def _by_step(values: Tensor, heads: int) -> Tensor:
+    """[..., G, b] of values [..., G b]."""
+    return values.unflatten(-1, (heads, -1))
+
+
+def _project(vectors: Tensor, projection: Tensor) -> Tensor:
+    """[k, b, M], sum over the G heads of W_O f for vectors [k, G b, Dv] and projection [G, Dv, M]."""
+    heads, width, _ = projection.shape
+    flat = vectors.unflatten(1, (heads, -1)).transpose(1, 2).flatten(2)  # [k, b, G Dv]
+    return flat @ projection.reshape(heads * width, -1).to(flat.dtype)
+
+
+def _slopes(gradients: Tensor, gradient_rows: Tensor | None, part: slice) -> Tensor:
+    """[G b, S, Dv] gradients of a tile's rows, NaN where there is none."""
+    assert gradient_rows is not None
+    rows = gradient_rows[part]
+    found = torch.where((rows >= 0)[:, None], gradients[:, :, rows.clamp_min(0)], float("nan"))  # [S, G, b, Dv]
+    return found.permute(1, 2, 0, 3).flatten(0, 1)
