@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtool.bench.cells import squared_errors
+from kvtool.bench.cells import errors_of, squared_errors
 from kvtool.bench.goals import Measured
 from kvtool.bench.plain_attention import dense_outputs, gathered_errors, masked_errors
 from kvtool.bench.situation import Situation
@@ -61,7 +61,7 @@ def _further(here: Situation, made: Case, cells: Tensor, full: Tensor, name: str
         projection = torch.randn(heads, width, CHANNELS, generator=make) / (heads * width) ** 0.5
         rounds = here.watch.paired(
             {
-                "kvtool": lambda: squared_errors(made, cells, full, projection=projection),
+                "kvtool": lambda: errors_of(made, cells, full, projection=projection),
                 "dense SDPA": lambda: dense_outputs(made),
             },
             12.0,
@@ -71,7 +71,7 @@ def _further(here: Situation, made: Case, cells: Tensor, full: Tensor, name: str
         gradients = torch.randn(DRAWS, heads, count, width, generator=make)
         rounds = here.watch.paired(
             {
-                "kvtool": lambda: squared_errors(made, cells, full, gradients=gradients),
+                "kvtool": lambda: errors_of(made, cells, full, gradients=gradients),
                 "dense SDPA": lambda: dense_outputs(made),
             },
             12.0,

@@ -52,23 +52,17 @@ class Counter:
             self._inside = False
 
     def _stepwise(self, name: str, generator: Iterator[Any]) -> Iterator[Any]:
-        end = object()
-        while (
-            item := self._timed(name, next, generator, end) if not self._inside else next(generator, end)
-        ) is not end:
+        end, advance = object(), self.around(name, next)
+        while (item := advance(generator, end)) is not end:
             yield item
 
 
 def import_everything() -> list[ModuleType]:
     """Every module of kvtool that a replay may use, loaded, the kernels' own apart."""
-    import kvtool.replay
-    from kvtool.policies.table import BUILT_IN
-
-    for target in BUILT_IN.values():
-        importlib.import_module(target.split(":")[0])
-    for package in ("kvtool.metrics", "kvtool.replay", "kvtool.policies"):
-        for found in pkgutil.iter_modules(sys.modules[package].__path__):
-            importlib.import_module(f"{package}.{found.name}")
+    for name in ("kvtool.metrics", "kvtool.policies", "kvtool.replay"):
+        package = importlib.import_module(name)
+        for found in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{name}.{found.name}")
     return [
         module
         for name, module in list(sys.modules.items())

@@ -90,9 +90,7 @@ def _in_time(names: tuple[str, ...], measure: Callable[[], dict[str, Measured]])
 def _attention(here: Situation, made: Case) -> dict[str, Measured]:
     names = ("output_errors", "against_masked_sdpa", "against_gathered_sdpa")
     if made.softcap is not None or made.sink_logits is not None:
-        return dict.fromkeys(
-            names, Measured.without("SDPA knows neither softcaps nor sink logits, which this layer has")
-        )
+        return dict.fromkeys(names, Measured.without("SDPA has no softcap and no sink logits, and this layer has"))
     return attention.on_case(here, made, SECONDS)
 
 

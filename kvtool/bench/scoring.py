@@ -67,7 +67,12 @@ def compared_leverage(here: Situation, u: Tensor, w: Tensor, seconds: float) -> 
         },
         seconds,
     )
-    shape = {"heads": len(w), "tokens": int(u.shape[1]), "dim": int(u.shape[2]), "dtype": str(u.dtype)[6:]}
+    shape: dict[str, Any] = {
+        "heads": len(w),
+        "tokens": int(u.shape[1]),
+        "dim": int(u.shape[2]),
+        "dtype": str(u.dtype)[6:],
+    }
     return {
         "leverage_against_solving": rounds.ratio("solving", "kvtool", **shape),
         "leverage_against_two_gemms": rounds.ratio("kvtool", "two products", **shape),
@@ -167,7 +172,7 @@ def exhaustive(here: Situation) -> dict[str, Measured]:
         },
         12.0,
     )
-    shape = {"tokens": SUBSET_TOKENS, "subsets": count, "queries": SUBSET_QUERIES, "looped": LOOPED}
+    shape: dict[str, Any] = {"tokens": SUBSET_TOKENS, "subsets": count, "queries": SUBSET_QUERIES, "looped": LOOPED}
     return {
         "exhaustive_seconds": rounds.alone("kvtool", **shape),
         "exhaustive_against_loop": rounds.ratio("loop", "kvtool", count / LOOPED, **shape),

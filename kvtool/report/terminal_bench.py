@@ -37,7 +37,7 @@ def bench_views(result: Bench, width: int | None = None, everything: bool = True
         table.add_column("compared with", overflow="fold")
     for line in lines:
         cells = [line["name"], _measured(line), _goal(line), _met(line), _number(line["floor"], line["unit"])]
-        table.add_row(*(cells + [line["against"]] if wide else cells))
+        table.add_row(*cells, *([line["against"]] if wide else []))
     views: list[Any] = [table]
     for line in lines:
         if line["reason"] is not None:
