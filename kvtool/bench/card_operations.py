@@ -79,7 +79,8 @@ def _how(made: Case, place: str) -> dict[str, Any]:
 
 
 def _stored(made: Case, place: str, dtype: torch.dtype) -> Case:
-    return Case(*(x.to(place, dtype) for x in (made.queries, made.keys, made.values)), scale=made.scale)
+    queries, keys, values = (x.to(place, dtype) for x in (made.queries, made.keys, made.values))
+    return Case(queries, keys, values, made.scale)
 
 
 def _wide(made: Case) -> Case:

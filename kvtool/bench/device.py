@@ -95,7 +95,7 @@ def refused(check: operations.Check) -> Measured | None:
     if check.worst <= check.allowed:
         return None
     return Measured.without(
-        f"not timed, because it is wrong: its worst row is off by {check.worst:.2g} of its size, allowed {check.allowed:g}"
+        f"not timed, because it is wrong: a row is off by {check.worst:.2g} of its size, allowed {check.allowed:g}"
     )
 
 
