@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TILE_BYTES = 64 << 20  # logits of one block; two or three tensors of this size live at once
+TILE_BYTES = 16 << 20  # logits of one block; as much again for its weights
+MASS_BYTES = 8 << 20  # the same where the weights are only summed: one KV head at a time, or several small ones
+MASS_ROWS = 512  # query rows of one KV head at a time: more make a causal block wider than it is full
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,32 +65,21 @@ def attention_blocks(
     """
     heads, count, _ = queries.shape
     kv_heads, candidates, _ = keys.shape
-    group = heads // kv_heads
     dtype = torch.promote_types(queries.dtype, torch.float32)
-    keys = keys.to(dtype)
-    rows = rows.expand(kv_heads, candidates)
+    keys, rows = keys.to(dtype), rows.expand(kv_heads, candidates)
     if block is None:
         block = max(1, TILE_BYTES // max(1, heads * candidates * dtype.itemsize))
+    sinks = None if sink_logits is None else sink_logits.to(dtype).view(kv_heads, -1, 1)
+    every = slice(0, kv_heads)
     for start in range(0, count, block):
         chosen = slice(start, min(start + block, count))
         when, since = steps[chosen], first_visible[chosen]
         columns = _seen_columns(rows, int(since.min()), int(when.max()))
-        seen = rows[:, columns]  # [Hk, n]
-        q = (queries[:, chosen].to(dtype) * scale).reshape(kv_heads, -1, queries.shape[2])  # [Hk, G*b, D]
-        logits = (q @ keys[:, columns].transpose(1, 2)).view(kv_heads, group, len(when), -1)  # [Hk, G, b, n]
-        if softcap is not None:
-            logits = logits.div_(softcap).tanh_().mul_(softcap)
         left = None if evict_step is None else evict_step[:, columns]
-        empty = _mask(logits, seen, when, since, left)
-        weights = torch.softmax(logits, dim=-1)
-        if empty is not None:
-            weights.masked_fill_(empty, 0.0)
-        if sink_logits is not None:
-            # exp z / (exp b + sum exp z) = softmax · sigmoid(lse - b): no overflow whichever is larger
-            sink = sink_logits.to(dtype).view(kv_heads, group, 1)
-            share = torch.sigmoid(torch.logsumexp(logits, dim=-1) - sink)
-            weights.mul_(share[..., None])
-        yield AttentionBlock(chosen, columns, weights.view(heads, len(when), -1))
+        q = queries[:, chosen].to(dtype) * scale
+        weights = q.new_empty(2, heads * len(when) * (columns.stop - columns.start))
+        found = _weights(q, keys[:, columns], rows[:, columns], when, since, left, softcap, sinks, every, weights)
+        yield AttentionBlock(chosen, columns, found)
 
 
 def attention_mass(
@@ -109,21 +100,72 @@ def attention_mass(
     Arguments as for `attention_blocks`. Accumulated in float64: in 16 bits such sums stop
     growing after a few hundred steps, and late tokens could never win.
     """
-    mass = torch.zeros(queries.shape[0], keys.shape[1], dtype=torch.float64, device=keys.device)
-    for part in attention_blocks(
-        queries,
-        keys,
-        steps=steps,
-        rows=rows,
-        first_visible=first_visible,
-        evict_step=evict_step,
-        scale=scale,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        block=block,
-    ):
-        mass[:, part.columns] += part.weights.sum(1)
+    heads, count, _ = queries.shape
+    kv_heads, candidates, _ = keys.shape
+    group, dtype = heads // kv_heads, torch.promote_types(queries.dtype, torch.float32)
+    rows = rows.expand(kv_heads, candidates)
+    mass = torch.zeros(heads, candidates, dtype=torch.float64, device=keys.device)
+    if block is None:
+        block = max(1, min(MASS_ROWS, MASS_BYTES // max(1, candidates * dtype.itemsize)) // group)
+    block = max(1, min(block, count))
+    at_once = max(1, min(kv_heads, MASS_BYTES // max(1, group * block * candidates * dtype.itemsize)))  # KV heads
+    sinks = None if sink_logits is None else sink_logits.to(dtype).view(kv_heads, group, 1)
+    # fresh memory for every block would cost as much as the arithmetic
+    room = torch.empty(2, at_once * group * block * candidates, dtype=dtype, device=keys.device)
+    for first in range(0, kv_heads, at_once):
+        some = slice(first, min(first + at_once, kv_heads))
+        own = slice(some.start * group, some.stop * group)
+        these, here = keys[some].to(dtype), rows[some]
+        left = None if evict_step is None else evict_step[some]
+        for start in range(0, count, block):
+            chosen = slice(start, min(start + block, count))
+            when, since = steps[chosen], first_visible[chosen]
+            columns = _seen_columns(here, int(since.min()), int(when.max()))
+            gone = None if left is None else left[:, columns]
+            q = queries[own, chosen].to(dtype) * scale
+            found = _weights(q, these[:, columns], here[:, columns], when, since, gone, softcap, sinks, some, room)
+            mass[own, columns] += found.sum(1)
     return mass
+
+
+def _weights(
+    queries: Tensor,
+    keys: Tensor,
+    rows: Tensor,
+    steps: Tensor,
+    first_visible: Tensor,
+    evict_step: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    which: slice,
+    room: Tensor,
+) -> Tensor:
+    """[h·G, b, n] attention weights of the scaled `queries` [h·G, b, D] over the columns of `keys` [h, n, D].
+
+    Args:
+        sinks: [Hk, G, 1] or None.
+        which: the h KV heads.
+        room: [2, at least h·G·b·n], overwritten; the result lies in it.
+    """
+    kv_heads, width, _ = keys.shape
+    heads, count, _ = queries.shape
+    per_head = heads // kv_heads * count
+    logits, weights = room[:, : heads * count * width].view(2, kv_heads, per_head, width)  # [h, G·b, n]
+    torch.bmm(queries.reshape(kv_heads, per_head, queries.shape[2]), keys.transpose(1, 2), out=logits)
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    shaped = (kv_heads, heads // kv_heads, count, width)
+    empty = _mask(logits.view(shaped), rows, steps, first_visible, evict_step)
+    torch.softmax(logits, dim=-1, out=weights)
+    logits, weights = logits.view(shaped), weights.view(shaped)
+    if sinks is not None and width:
+        # exp z / (exp b + sum exp z) = softmax · sigmoid(lse - b): no overflow whichever is larger. The largest
+        # weight is exp(max z - lse).
+        total = logits.amax(-1) - weights.amax(-1).log()
+        weights.mul_(torch.sigmoid(total - sinks[which])[..., None])
+    if empty is not None:
+        weights.masked_fill_(empty, 0.0)
+    return weights.view(heads, count, width)
 
 
 def _seen_columns(rows: Tensor, oldest: int, newest: int) -> slice:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 from kvtool.kernels.leverage import factor_of
 from kvtool.policies.capacity_pool import Pool
+from kvtool.policies.greedy import grow
 from kvtool.policies.group import reduce_group
 from kvtool.policies.parameters import Reducer
 from kvtool.stopwatch import stage
@@ -52,10 +53,8 @@ def two_pass(
 def greedy(pool: Pool, protected: Tensor, budget: int, reducer: Reducer) -> tuple[Tensor, Tensor]:
     """Grow the set token by token, each time by the largest gain of 1/2 logdet(I + sum of w u u^T / ridge).
 
-    Protected tokens are in the set from the beginning. One factorisation for them; after that every
-    pick j whitens all tokens by the rank-one (I + x_j x_j^T)^(-1/2), so that |x_i|^2 is always the
-    leverage of token i against the set so far and never a difference of large numbers. O(g·N·r) a
-    pick. Of equal gains the newest token wins.
+    Protected tokens are in the set from the beginning: one factorisation for them, rank-one updates after that.
+    Of equal gains the newest token wins.
 
     Returns:
         [N] gains in nats when picked, never increasing, below them what the others would still add;
@@ -65,20 +64,7 @@ def greedy(pool: Pool, protected: Tensor, budget: int, reducer: Reducer) -> tupl
         ValueError: where the protected tokens' matrix cannot be factored.
     """
     x, jitter = _against(pool, protected)  # [g, N, r]
-    scores = torch.full((x.shape[1],), torch.inf, dtype=torch.float64)
-    taken, last = protected.clone(), math.inf
-    for _ in range(budget - int(protected.sum())):
-        leverage = x.square().sum(2)  # [g, N]
-        gains = reduce_group(0.5 * leverage.log1p(), 1, reducer)[0].masked_fill(taken, -torch.inf)
-        pick = len(gains) - 1 - int(gains.flip(0).argmax())  # the newest of equals
-        last = min(last, float(gains[pick]))  # rounding must not let gains rise
-        scores[pick], taken[pick] = last, True
-        own, length = x[:, pick].clone(), leverage[:, pick, None]  # [g, r], [g, 1]
-        shrink = ((1 + length).rsqrt() - 1) / length.clamp_min(torch.finfo(torch.float64).tiny)
-        x.baddbmm_(x @ own[:, :, None], (shrink * own)[:, None, :])
-    gains = reduce_group(0.5 * x.square().sum(2).log1p(), 1, reducer)[0]
-    scores[~taken] = gains[~taken].clamp_max(float(np.nextafter(last, -math.inf)))
-    return scores, jitter
+    return grow(x, protected, budget - int(protected.sum()), reducer), jitter
 
 
 def exhaustive(pool: Pool, protected: Tensor, budget: int) -> tuple[Tensor, Tensor]:

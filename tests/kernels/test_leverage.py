@@ -146,3 +146,62 @@ def test_a_loose_direction_joins_the_matrix_and_no_token():
             a = a + sum(scale * w[head, i] * torch.outer(u[head, i], u[head, i]) for i in range(9))
             expected = torch.stack([scale * w[head, i] * (x @ torch.linalg.inv(a) @ x) for i, x in enumerate(u[head])])
             assert float((found.scores[head] - expected).abs().max()) < 1e-10
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that is not written first holds NaN."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("tokens", "dim"), [(63, 64), (111, 80), (130, 65), (97, 127), (5, 128), (1, 64)])
+@pytest.mark.parametrize("kv_heads", [1, 3, 6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_halved_directions_in_either_precision(monkeypatch, poisoned, tokens, dim, kv_heads, dtype):
+    monkeypatch.setattr(reference, "TILE_TOKENS", 50)
+    g = torch.Generator().manual_seed(tokens + dim)
+    u = torch.randn(kv_heads, tokens, dim, generator=g)
+    w = torch.rand(6, tokens, generator=g, dtype=torch.float64)
+    ridge = torch.rand(6, generator=g, dtype=torch.float64) + 2
+    found = leverage_scores(u, w, ridge, 1e-3, dtype=dtype)
+    assert found.scores.dtype == torch.float64
+    for head in range(6):
+        expected = dumb(u[head * kv_heads // 6].double(), w[head], float(ridge[head]), 1e-3)
+        worst = float((found.scores[head] - expected).abs().max())
+        assert worst < (1e-12 if dtype == torch.float64 else 3e-6)
+
+
+@pytest.mark.parametrize("decades", [0, 3, 6, 10, 30])
+def test_float32_is_left_where_it_would_not_do(decades):
+    g = torch.Generator().manual_seed(decades)
+    u = torch.randn(2, 90, 70, generator=g)
+    w = 10 ** (decades * torch.rand(4, 90, generator=g, dtype=torch.float64))
+    wide = leverage_scores(u, w, torch.ones(4))
+    narrow = leverage_scores(u, w, torch.ones(4), dtype=torch.float32)
+    assert float((narrow.scores - wide.scores).abs().max()) < 2e-5
+    if decades >= 10:
+        assert float((narrow.scores - wide.scores).abs().max()) < 1e-9
+
+
+def test_weights_beyond_float32_are_scored_all_the_same():
+    g = torch.Generator().manual_seed(9)
+    u = torch.randn(1, 40, 66, generator=g)
+    w = 1e39 * (1 + torch.rand(2, 40, generator=g, dtype=torch.float64))
+    found = leverage_scores(u, w, torch.full((2,), 1e39, dtype=torch.float64), dtype=torch.float32)
+    for head in range(2):
+        assert float((found.scores[head] - dumb(u[0].double(), w[head] / 1e39, 1.0, 0.0)).abs().max()) < 1e-11
+
+
+def test_grams_of_a_group_are_those_of_its_heads(poisoned):
+    g = torch.Generator().manual_seed(10)
+    u, w = torch.randn(77, 70, generator=g), torch.rand(3, 77, generator=g, dtype=torch.float64)
+    found = reference.weighted_grams(u, w, torch.float64)
+    for head in range(3):
+        expected = sum(w[head, i] * torch.outer(x, x) for i, x in enumerate(u.double()))
+        assert float((found[head] - expected).abs().max()) < 1e-12
+    assert torch.equal(found, found.transpose(1, 2))

@@ -83,7 +83,7 @@ def test_no_block_of_attention_outgrows_its_tile():
         scale=1.0,
     )
     first = next(iter(blocks))
-    assert first.weights.shape == (8, 128, 16384)
+    assert first.weights.shape == (8, 32, 16384)
     assert first.weights.numel() * 4 <= TILE_BYTES
 
 
