@@ -71,20 +71,20 @@ def retained_kernel(
 ):
     first_cell = tl.program_id(0) * CELLS
     block = tl.program_id(1)
-    kv_head = tl.program_id(2).to(tl.int64)
+    kv_head = tl.program_id(2)
     kv_heads = tl.num_programs(2)
     line = block * BLOCK_M + tl.arange(0, BLOCK_M)  # row of the block: the steps in order, each with its group
     real = line < count * GROUP
     at = line // GROUP
     head = kv_head * GROUP + line % GROUP
-    place = head * count + at  # [m] in [H, R]
+    place = head * count + at  # [m] in [H, R]; what is written has fewer than 2^31 numbers
     step = tl.load(steps + at, mask=real, other=-1)
     first = tl.load(first_visible + at, mask=real, other=NEVER)
-    query = load_rows(queries, place, real, 0, D1, D, UPCAST)
+    query = load_rows(queries, place.to(tl.int64), real, 0, D1, D, UPCAST)
     if D2 > 0:
-        query_rest = load_rows(queries, place, real, D1, D2, D, UPCAST)
-    keys += kv_head * tokens * D
-    values += kv_head * tokens * DV
+        query_rest = load_rows(queries, place.to(tl.int64), real, D1, D2, D, UPCAST)
+    keys += kv_head.to(tl.int64) * tokens * D
+    values += kv_head.to(tl.int64) * tokens * DV
 
     tops, denominators, totals = (), (), ()
     for _ in tl.static_range(2 * CELLS):
@@ -107,7 +107,7 @@ def retained_kernel(
         new_tops, new_denominators, new_totals = (), (), ()
         for c in tl.static_range(CELLS):
             cell = tl.minimum(first_cell + c, cells - 1)  # beyond the last cell: that one again, never written
-            leaves = tl.load(evict_steps + (cell * kv_heads + kv_head) * tokens + column, mask=inside, other=NEVER)
+            leaves = tl.load(evict_steps + (cell * kv_heads + kv_head).to(tl.int64) * tokens + column, mask=inside, other=NEVER)
             stays = step[:, None] < leaves[None, :]
             top_kept = tl.maximum(tops[2 * c], tl.max(tl.where(stays, logits, NOTHING), 1))
             top_gone = tl.maximum(tops[2 * c + 1], tl.max(tl.where(stays, NOTHING, logits), 1))
@@ -124,10 +124,10 @@ def retained_kernel(
             new_tops += (top_kept, top_gone)
         tops, denominators, totals = new_tops, new_denominators, new_totals
 
-    lines = tl.num_programs(2).to(tl.int64) * GROUP * count  # H R
+    lines = kv_heads * GROUP * count  # H R
     width = tl.arange(0, WIDTH)
     for c in tl.static_range(CELLS):
-        cell = tl.zeros([BLOCK_M], tl.int64) + (first_cell + c)  # [m]: the interpreter splats no scalar condition
+        cell = tl.zeros([BLOCK_M], tl.int32) + (first_cell + c)  # [m]: the interpreter splats no scalar condition
         write = real & (cell < cells)
         top, denominator = tops[2 * c], denominators[2 * c]
         lost = denominators[2 * c + 1]

@@ -49,10 +49,39 @@ def tiling_of(dtype: torch.dtype, dim: int, value_dim: int, major: int) -> Tilin
     """The widest tiles that spill no registers: known from ahead-of-time builds, not from timing.
 
     Args:
-        major: of the compute capability; 10 keeps accumulators in tensor memory, and so takes larger tiles.
+        major: of the compute capability; 10 has tensor memory for accumulators, and so takes larger tiles.
     """
-    width, wide = power_of_two(value_dim), max(dim, value_dim)
-    return Tiling(2, 32, 32, 8, 2)
+    wide = power_of_two(value_dim) > 128 or dim > 192
+    if dtype == torch.float32:
+        return Tiling(1, 16, 16, 8, 2) if wide else Tiling(2, 16, 32, 8, 2)
+    if major == 10:
+        return Tiling(1, 64, 32, 8, 2) if wide else Tiling(2, 64, 64, 8, 2)
+    if wide:
+        return Tiling(1, 32, 32, 8, 2)
+    if max(dim, value_dim) <= 64:
+        return Tiling(2, 64, 16, 4, 2)
+    return Tiling(2, 32, 32 if dim <= 128 else 16, 8, 2)
+
+
+def options_of(tiling: Tiling, dtype: torch.dtype, dim: int, value_dim: int, group: int) -> dict[str, Any]:
+    """What the kernel is specialised on, apart from which of its optional arguments are there."""
+    first, second = pieces(dim)
+    return {
+        "GROUP": group,
+        "D": dim,
+        "D1": first,
+        "D2": second,
+        "DV": value_dim,
+        "WIDTH": max(16, power_of_two(value_dim)),
+        "CELLS": tiling.cells,
+        "BLOCK_M": tiling.rows,
+        "BLOCK_N": tiling.keys,
+        "UPCAST": INTERPRETED and dtype == torch.bfloat16,  # the interpreter multiplies the bits of bfloat16
+        "PRECISION": "tf32x3" if dtype == torch.float32 and not INTERPRETED else "ieee",
+        "UNIT": 16384.0 if dtype == torch.float16 else 1.0,
+        "num_warps": tiling.warps,
+        "num_stages": tiling.stages,
+    }
 
 
 def cell_errors(
@@ -194,8 +223,6 @@ def _launch(
     odds, sums = room(cells, heads, count), room(STATISTICS, cells, heads, count)
     errors = room(cells, heads, count, value_dim) if vectors else None
     outputs = room(heads, count, value_dim) if vectors else None
-    first, second = pieces(dim)
-    sixteen = queries.dtype != torch.float32
     grid: Any = (-(-cells // tiling.cells), len(low), kv_heads)
     retained_kernel[grid](
         queries,
@@ -217,22 +244,9 @@ def _launch(
         cells,
         float(scale),
         1.0 if softcap is None else float(softcap),
-        GROUP=group,
-        D=dim,
-        D1=first,
-        D2=second,
-        DV=value_dim,
-        WIDTH=max(16, power_of_two(value_dim)),
-        CELLS=tiling.cells,
-        BLOCK_M=tiling.rows,
-        BLOCK_N=tiling.keys,
         SOFTCAP=softcap is not None,
         SINKS=sink_logits is not None,
         VECTORS=vectors,
-        UPCAST=INTERPRETED and queries.dtype == torch.bfloat16,
-        PRECISION="ieee" if sixteen or INTERPRETED else "tf32x3",
-        UNIT=16384.0 if queries.dtype == torch.float16 else 1.0,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        **options_of(tiling, queries.dtype, dim, value_dim, group),
     )
     return odds, sums, errors, outputs

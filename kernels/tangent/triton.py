@@ -201,7 +201,7 @@ def _launch(arrays: Arrays, dq: Tensor, found: list[Tensor]) -> None:
     )
 
 
-BLOCK: dict[str, Any] = {"F": 64, "T": TOKENS, "V": 32, "C": 32, "ACC": tl.float32, "PRECISION": "tf32x3"}
+BLOCK: dict[str, Any] = {"F": 32, "T": TOKENS, "V": 64, "C": 32, "ACC": tl.float32, "PRECISION": "tf32x3"}
 WIDE_BLOCK: dict[str, Any] = {"F": 32, "T": TOKENS, "V": 32, "C": 32, "ACC": tl.float64, "PRECISION": "ieee"}
 HOW: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
 
