@@ -81,6 +81,9 @@ def entry(goal: Goal, found: Measured) -> dict[str, Any]:
 
 _DENSE = "one dense SDPA pass of the same queries, whose outputs are given"
 
+_SOLVING = "torch.linalg.solve for every token; 4 heads of a group, 32,768 tokens, d = 128"
+_PRODUCTS = "two bare products of the same shapes"
+
 GOALS: tuple[Goal, ...] = (
     Goal("output_errors_8k", 3.8, True, f"{_DENSE}; {SHAPE}, 8,192 tokens", 3.0),
     Goal("output_errors_8k_layer", None, True, f"{_DENSE}; with layer_error"),
@@ -89,8 +92,10 @@ GOALS: tuple[Goal, ...] = (
     Goal("against_masked_sdpa", 15.0, False, "masked SDPA, one pass for each of the 50 cells, 8,192 tokens"),
     Goal("against_gathered_sdpa", 2.5, False, "SDPA over gathered keys and values, for each of the 50 cells, 8,192"),
     Goal("against_gathered_sdpa_20_ratios", 7.0, False, "the same with 20 ratios: 200 cells"),
-    Goal("leverage_against_solving", 4.0, False, "torch.linalg.solve for every token; 4 heads, 32,768 tokens, d = 128"),
-    Goal("leverage_against_two_gemms", 1.3, True, "two bare products of the same shapes and dtype", 1.0),
+    Goal("leverage_against_solving", 4.0, False, f"{_SOLVING}, float32 on both sides"),
+    Goal("leverage_against_two_gemms", 1.3, True, f"{_PRODUCTS}, float32", 1.0),
+    Goal("leverage_against_solving_float64", None, False, f"{_SOLVING}, float64 on both sides, as policies ask for"),
+    Goal("leverage_against_two_gemms_float64", None, True, f"{_PRODUCTS}, float64", 1.0),
     Goal(
         "greedy_against_refactorising",
         25.0,

@@ -39,7 +39,15 @@ GROUPS: tuple[tuple[tuple[str, ...], Measure], ...] = (
     ),
     (("output_errors_32k",), attention.at_32k),
     (("against_gathered_sdpa_20_ratios",), attention.many_ratios),
-    (("leverage_against_solving", "leverage_against_two_gemms"), scoring.leverage),
+    (
+        (
+            "leverage_against_solving",
+            "leverage_against_two_gemms",
+            "leverage_against_solving_float64",
+            "leverage_against_two_gemms_float64",
+        ),
+        scoring.leverage,
+    ),
     (("greedy_against_refactorising",), scoring.greedy_against),
     (("exhaustive_seconds", "exhaustive_against_loop"), scoring.exhaustive),
     (("decode_against_steps", "decode_50_cells"), decoding.at_8k),

@@ -47,22 +47,28 @@ def two_products(directions: Tensor, heads: int, small: Tensor) -> None:
 
 
 def leverage(here: Situation) -> dict[str, Measured]:
-    """`leverage_scores` in float64, as policies call it, on directions that are stored in float64."""
+    """The heads of one group, which share their directions; in float32, and in float64, which policies ask for."""
     make = torch.Generator().manual_seed(0)
-    u = torch.randn(HEADS, TOKENS, DIM, generator=make, dtype=torch.float64)
-    w = torch.rand(HEADS, TOKENS, generator=make, dtype=torch.float64).pow_(4)
-    return compared_leverage(here, u, w, 10.0)
+    u = torch.randn(1, TOKENS, DIM, generator=make)
+    w = torch.rand(HEADS, TOKENS, generator=make).pow_(4)
+    found = {}
+    if here.wants("leverage_against_solving", "leverage_against_two_gemms"):
+        found |= compared_leverage(here, u, w, 8.0)
+    if here.wants("leverage_against_solving_float64", "leverage_against_two_gemms_float64"):
+        wide = compared_leverage(here, u.double(), w.double(), 10.0)
+        found |= {f"{name}_float64": one for name, one in wide.items()}
+    return found
 
 
 def compared_leverage(here: Situation, u: Tensor, w: Tensor, seconds: float) -> dict[str, Measured]:
-    """Both leverage rows on directions [Hk, N, D] and weights [H, N]."""
+    """Both leverage rows on directions [Hk, N, D] and weights [H, N], all sides in their dtype."""
     ridge = w.mean(1)
     small = torch.eye(u.shape[2], dtype=u.dtype)
-    agreeing(leverage_scores(u, w, ridge).scores, solved_leverage(u, w, ridge), "leverage")
+    agreeing(leverage_scores(u, w, ridge, dtype=u.dtype).scores, solved_leverage(u, w, ridge), "leverage")
     rounds = here.watch.paired(
         {
             "solving": lambda: solved_leverage(u, w, ridge),
-            "kvtool": lambda: leverage_scores(u, w, ridge),
+            "kvtool": lambda: leverage_scores(u, w, ridge, dtype=u.dtype),
             "two products": lambda: two_products(u, len(w), small),
         },
         seconds,
