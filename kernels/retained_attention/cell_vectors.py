@@ -52,7 +52,8 @@ class Vectors:
         return torch.where(self.touched, (self.mass_of * self._length()).square(), 0.0)
 
     def _length(self) -> Tensor:
-        return torch.linalg.vector_norm(self.difference, dim=-1).double()
+        found: Tensor = torch.linalg.vector_norm(self.difference, dim=-1)
+        return found.double()
 
     def cosine(self) -> Tensor:
         """[k, r] float64, from |e|, |f_V|, |f_R| and e·f_V where the angle is small: 1 - f_V·f_R would cancel."""
@@ -296,4 +297,4 @@ class Evaluated:
             again = by_own_maximum(logits[:, mine], gone, kernel.values, own)
             found.retained[cell, rows[mine]] = again.retained
             found.difference[cell, rows[mine]] = again.difference
-            found.mass_of[cell, rows[mine]] = again.mass.double()
+            found.mass_of[cell, rows[mine]] = again.mass

@@ -123,9 +123,13 @@ def _blank(inputs: Inputs, cells: int, projection: Tensor | None, gradients: Ten
     dots = None
     if gradients is not None:
         dots = torch.full((cells, len(gradients), heads, count), float("nan"), dtype=inputs.queries.dtype)
+    error, mass, gap, cosine = (nothing(cells, heads, count) for _ in range(4))
     return CellErrors(
         nothing(heads, count),
-        *(nothing(cells, heads, count) for _ in range(4)),
+        error,
+        mass,
+        gap,
+        cosine,
         None if projection is None else nothing(count),
         None if projection is None else nothing(cells, count),
         dots,
@@ -220,14 +224,16 @@ def _store(found: CellErrors, vectors: Vectors, group: slice, part: slice, heads
 
 def _by_step(values: Tensor, heads: int) -> Tensor:
     """[..., G, b] of values [..., G b]."""
-    return values.unflatten(-1, (heads, -1))
+    found: Tensor = values.unflatten(-1, (heads, -1))
+    return found
 
 
 def _project(vectors: Tensor, projection: Tensor) -> Tensor:
     """[k, b, M], sum over the G heads of W_O f for vectors [k, G b, Dv] and projection [G, Dv, M]."""
     heads, width, _ = projection.shape
     flat = vectors.unflatten(1, (heads, -1)).transpose(1, 2).flatten(2)  # [k, b, G Dv]
-    return flat @ projection.reshape(heads * width, -1).to(flat.dtype)
+    found: Tensor = flat @ projection.reshape(heads * width, -1).to(flat.dtype)
+    return found
 
 
 def _slopes(gradients: Tensor, gradient_rows: Tensor | None, part: slice) -> Tensor:

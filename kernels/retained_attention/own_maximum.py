@@ -17,7 +17,7 @@ class Rows:
     Attributes:
         retained: [r, Dv] f_R, zero where nothing is retained.
         difference: [r, Dv] fE - f_R.
-        mass: [r] share of attention that the evicted tokens had.
+        mass: [r] float64, share of attention that the evicted tokens had.
     """
 
     retained: Tensor
@@ -36,5 +36,5 @@ def by_own_maximum(logits: Tensor, gone: Tensor, values: Tensor, sinks: Tensor |
     """
     rest = over_set(logits.masked_fill(gone, float("-inf")), values, sinks, True)
     lost = over_set(logits.masked_fill(~gone, float("-inf")), values, None, True)
-    odds = (lost.shift - rest.shift) + (lost.log_mass - rest.log_mass)
+    odds = (lost.shift.double() - rest.shift) + (lost.log_mass.double() - rest.log_mass)  # e^-104 is 0 in float32
     return Rows(rest.mean, lost.mean - rest.mean, torch.where(lost.empty, 0.0, odds.sigmoid()))
