@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtool.decomposition.damage import TINY, capped_logits, shares
+from kvtool.decomposition.damage import capped_logits, shares
 from kvtool.decomposition.search import EPS, members, subsets
+from kvtool.decomposition.split_masks import TINY
 from kvtool.decomposition.subpools import SubPool
 from kvtool.policies.objective import Objective
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from kvtool.decomposition.search import EPS, binomials, check_search, members, places_below, subsets
+from kvtool.decomposition.split_masks import TINY, add_damage
 from kvtool.decomposition.subpools import SubPool
 
-TILE_NUMBERS = 1 << 17  # float64 numbers of one tile: 1 MiB, about a core's own cache
 EVALUATED_NUMBERS = 1 << 16  # of outputs that are evaluated at once
 CHUNK = 256  # query rows whose quadratic forms are made at once
-TINY = 1e-140  # added to attention shares, so that their squares stay normal numbers
 
 
 def capped_logits(products: Tensor, softcap: float | None) -> Tensor:
@@ -102,7 +101,7 @@ class Damage:
         return length * (2 * square.sqrt() + length) + 64 * EPS * square
 
     @cached_property
-    def _forms(self) -> tuple[Tensor, Tensor, float]:
+    def forms(self) -> tuple[Tensor, Tensor, float]:
         """Shares p [R, 1 + n], the sink first; Gram matrices [R, 1 + n, 1 + n] of p_i (f_P - u_i); the slack.
 
         f_P - f_C = [ sum over C of p_i (f_P - u_i) + p_sink f_P ] / (sum over C of p_i + p_sink): damage is a
@@ -127,24 +126,36 @@ class Damage:
             slack += float((few * rho.square() + off * (2 * rho + off)).sum())
         return p, gram, slack
 
-    def bounds(self, keep: int) -> Tensor:
+    def bounds(self, keep: int, limit: float = torch.inf) -> Tensor:
         """[S], at or below the damage of every subset.
 
         Split the tokens into halves A and B: both forms are tables over the subsets of each half, plus one
         product of A's rows with B's columns, so a query costs about n/2 operations a subset.
+
+        Args:
+            limit: a subset of one half that does more damage than this to a part of the queries, whatever it is
+                combined with, is not followed further: its bounds stay what they are then, above the limit.
         """
-        p, gram, slack = self._forms
+        p, gram, slack = self.forms
         split = 1 + self.tokens // 2
         found = torch.empty(check_search(self.tokens, keep), dtype=torch.float64)
+        most, parts = (limit + slack) * (1 + 128 * EPS), max(1, p.shape[0] // CHUNK)
         for a, b, numbers in halves(self.tokens, keep):
             total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64)
-            _add(total, a, b, gram, p, split)
-            found[numbers.flatten()] = total.flatten()
+            for part in range(parts):  # each with queries of all heads
+                add_damage(total, a, b, gram[part::parts], p[part::parts], split)
+                found[numbers.flatten()] = total.flatten()
+                rows, columns = ~(total.amin(1) > most), ~(total.amin(0) > most)
+                if not bool(rows.any()):
+                    break
+                if not bool(rows.all() and columns.all()):
+                    a, b = a[rows], b[columns]
+                    total, numbers = total[rows][:, columns], numbers[rows][:, columns]
         return found * (1 - 64 * EPS) - slack
 
     def addition_bounds(self, chosen: Tensor) -> Tensor:
         """[n], at or below the damage of keeping the indices `chosen` and one token more."""
-        p, gram, slack = self._forms
+        p, gram, slack = self.forms
         inside = torch.zeros(1 + self.tokens, dtype=torch.float64)
         inside[0] = 1.0
         inside[1 + chosen] = 1.0
@@ -152,34 +163,6 @@ class Damage:
         form = (drawn @ inside)[:, None] + 2 * drawn + gram.diagonal(dim1=1, dim2=2)
         below = (p @ inside)[:, None] + p + TINY
         return (form / below.square()).sum(0)[1:] * (1 - 64 * EPS) - slack
-
-
-def _add(total: Tensor, a: Tensor, b: Tensor, gram: Tensor, p: Tensor, split: int) -> None:
-    """Add the damage of some queries to `total` [A, B], tile by tile.
-
-    Args:
-        a: [A, 1 + n/2], indicators of the older half's subsets, led by a 1 for the sink.
-        b: [B, n - n/2], of the newer half's.
-        gram: [r, 1 + n, 1 + n].
-        p: [r, 1 + n].
-    """
-    width = b.shape[1]
-    lines = max(1, min(a.shape[0], TILE_NUMBERS // b.shape[0]))
-    rows = max(1, TILE_NUMBERS // (lines * b.shape[0]))
-    for start in range(0, gram.shape[0], rows):
-        m, q = gram[start : start + rows], p[start : start + rows]
-        right = torch.empty(m.shape[0], width + 2, b.shape[0], dtype=torch.float64)
-        right[:, :width], right[:, width] = b.T, 1.0
-        right[:, width + 1] = ((b @ m[:, split:, split:]) * b).sum(-1)
-        below_b = q[:, split:] @ b.T + TINY  # [r, B]
-        for first in range(0, a.shape[0], lines):
-            top = a[first : first + lines]
-            turned = top @ m[:, :split]  # [r, A', 1 + n]
-            left = torch.ones(m.shape[0], top.shape[0], width + 2, dtype=torch.float64)
-            left[..., :width] = 2 * turned[..., split:]
-            left[..., width] = (turned[..., :split] * top).sum(-1)
-            below = (q[:, :split] @ top.T)[:, :, None] + below_b[:, None, :]
-            total[first : first + lines] += torch.bmm(left, right).div_(below.square_()).sum(0)
 
 
 @lru_cache(maxsize=4)

@@ -102,7 +102,9 @@ def damages(pool: SubPool, keep: int) -> Damages:
     greedy = selectors.greedy(lambda sets: damage.of(sets)[0], pool.tokens, keep, damage.addition_bounds)
     seeds = [number_of(kept, pool.tokens) for kept in (two_pass, greedy)]
     all_sets = subsets(pool.tokens, keep)
-    best = smallest(damage.bounds(keep), lambda n, limit: damage.of(all_sets[n], limit), seeds)
+    value, noise = damage.of(torch.stack([two_pass, greedy]))
+    bounds = damage.bounds(keep, float((value + noise).min()))
+    best = smallest(bounds, lambda n, limit: damage.of(all_sets[n], limit), seeds)
     return Damages(damage, keep, best, two_pass, greedy)
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvtool.decomposition import capacity, damage, local_fit
+from kvtool.decomposition import capacity, damage, local_fit, split_masks
 from kvtool.decomposition.ladder import COLUMNS, RUNGS, STEPS, Study, SubPool, damages, study, summarize
 from kvtool.decomposition.search import Best
 from kvtool.errors import KvtoolError
@@ -205,7 +205,7 @@ SIGMA2 = torch.tensor([0.05, 0.4, 1.0], dtype=F64)
 @pytest.mark.parametrize("case", CASES)
 def test_every_rung_is_what_the_loop_over_all_subsets_finds(case, small_tiles, monkeypatch):
     if small_tiles:
-        monkeypatch.setattr(damage, "TILE_NUMBERS", 12)
+        monkeypatch.setattr(split_masks, "TILE_NUMBERS", 12)
         monkeypatch.setattr(damage, "EVALUATED_NUMBERS", 40)
         monkeypatch.setattr(damage, "CHUNK", 3)
         monkeypatch.setattr(capacity, "TILE_NUMBERS", 300)
