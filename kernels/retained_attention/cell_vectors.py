@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .families import Family, families_of
+from .families import Chain, Family, families_of
 from .inputs import Inputs, Seen
 from .own_maximum import by_own_maximum
-from .tile import SMALL_MASS, TINY, Sums, Tile, atom_sums, over_cells
+from .tile import SMALL_MASS, TINY, Sums, Tile, Workspace, add_levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,26 @@ class Vectors:
         return torch.where((a > 0) & (b > 0), found, float("nan"))
 
 
+@dataclass(frozen=True, eq=False)
+class Retained:
+    """The retained side of the cells of one chain.
+
+    Attributes:
+        cells: [c]; leaves: [c, n] evict_step.
+        retained: [c, r, Dv] f_R; mass: [c, r] its denominator.
+        touched, weak, close: [c, r] bool: something visible is evicted; what is retained underflows; f_V - f_R is
+            too small a difference to be taken.
+    """
+
+    cells: Tensor
+    leaves: Tensor
+    retained: Tensor
+    mass: Tensor
+    touched: Tensor
+    weak: Tensor
+    close: Tensor
+
+
 class Kernel:
     """One KV head over one span of steps.
 
@@ -74,88 +95,73 @@ class Kernel:
         seen: the columns that some step of the span sees.
         leaves: [C, n] evict_step of these columns.
         steps: [s] the steps of the span.
+        memory: what a tile works in; a tile lives until the next one is made.
     """
 
-    def __init__(self, inputs: Inputs, kv_head: int, seen: Seen, leaves: Tensor, steps: Tensor, which: str) -> None:
-        self.inputs, self.kv_head, self.which = inputs, kv_head, which
+    def __init__(
+        self, inputs: Inputs, kv_head: int, seen: Seen, leaves: Tensor, steps: Tensor, which: str, memory: Workspace
+    ) -> None:
+        self.inputs, self.kv_head, self.which, self.memory = inputs, kv_head, which, memory
         self.keys, self.values = seen.pick(inputs.keys[kv_head]), seen.pick(inputs.values[kv_head])
         self.rows, self.tiny = seen.pick(inputs.rows), TINY[self.values.dtype]
-        changes = (leaves > steps.min()) & (leaves <= steps.max())  # [C, n]
-        self.cells = []
-        for family in families_of(leaves > steps.min()):
-            moving = changes[family.cells].any(0)
-            self.cells.append(Cells(self, family.without(moving), leaves[family.cells], moving.nonzero()[:, 0]))
+        kept = leaves > steps.min()  # [C, n]
+        moving = kept & (leaves <= steps.max())
+        self.families = []
+        for family in families_of(kept, which == "all"):
+            cells = [cell for chain in family.chains for cell in chain.cells]
+            self.families.append(Members(self, family, leaves, moving[cells].any(0)))
 
     def tile(self, part: slice, full: Tensor | None) -> Evaluated:
         """The rows of the steps `part`, f_V [r, Dv] given or not."""
         inputs = self.inputs
         steps, first = inputs.steps[part], inputs.first_visible[part]
-        visible = (first[None, :] <= self.rows[:, None]) & (self.rows[:, None] <= steps[None, :])  # [n, b]
-        partial = (~visible.all(1)).nonzero()[:, 0]
-        logits = self.logits(part, slice(None))
+        partial = ((self.rows > steps.min()) | (self.rows < first.max())).nonzero()[:, 0]
+        rows = self.rows[partial, None]
+        visible = (first <= rows) & (rows <= steps)  # [n', b]
+        logits = self.logits(part, slice(None), self.memory.logits)
         if partial.numel():
-            hidden = (~visible[partial]).repeat(1, inputs.group)
-            logits[partial] = logits[partial].masked_fill(hidden, float("-inf"))
+            logits[partial] = logits[partial].masked_fill((~visible).repeat(1, inputs.group), float("-inf"))
         tile = Tile.of(logits, inputs.sinks(inputs.query_heads_of(self.kv_head), part))
-        return Evaluated(self, part, tile, visible, partial, full)
+        return Evaluated(self, part, tile, partial, visible, full)
 
-    def logits(self, part: slice, rows: slice | Tensor) -> Tensor:
-        """[n, r] of the rows `rows` of the tile, whether visible or not."""
+    def logits(self, part: slice, rows: slice | Tensor, buffer: Tensor | None = None) -> Tensor:
+        """[n, r] of the rows `rows` of the tile, whether visible or not; in the memory of `buffer` where given."""
         inputs = self.inputs
         queries = inputs.queries[inputs.query_heads_of(self.kv_head), part].reshape(-1, inputs.queries.shape[2])[rows]
-        logits = self.keys @ queries.T
-        logits *= inputs.scale
+        shape = len(self.keys), len(queries)
+        into = None if buffer is None else buffer[: shape[0] * shape[1]].view(shape)
+        logits = torch.mm(self.keys, (queries * inputs.scale).T, out=into)
         if inputs.softcap is not None:
             logits = logits.div_(inputs.softcap).tanh_().mul_(inputs.softcap)
         return logits
 
 
-class Cells:
+class Members:
     """A family over one span of steps of one KV head.
 
     Args:
-        family: without the tokens `moving`.
-        leaves: [k, n] evict_step.
-        moving: columns that some cell of the family evicts inside the span: on one side for some rows, on the other
-            for the rest.
+        leaves: [C, n] evict_step.
+        moving: [n] bool, some cell of the family evicts the token inside the span: it is on one side for some rows,
+            on the other for the rest, and in no atom.
     """
 
     def __init__(self, kernel: Kernel, family: Family, leaves: Tensor, moving: Tensor) -> None:
-        self.family, self.leaves, self.moving = family, leaves, moving
-        self.values = kernel.values[family.order]
-        self.keeps = family.keeps.to(self.values.dtype)  # [k, A]
+        self.family, self.leaves = family.without(moving.numpy()) if bool(moving.any()) else family, leaves
+        self.moving, self.memory = moving.nonzero()[:, 0], kernel.memory
+        self.values = kernel.values[self.family.order]
 
-    @property
-    def kept_atoms(self) -> int:
-        """Atoms that some cell keeps."""
-        return self.family.atoms - self.family.lost_by_all
-
-    def sums(self, tile: Tile, every: bool) -> Sums:
-        """Over the atoms, or over those that some cell keeps."""
-        return atom_sums(tile, self.family, self.values, 0, self.family.atoms if every else self.kept_atoms)
-
-    def with_last(self, tile: Tile, sums: Sums) -> Sums:
-        """The sums with the atom that every cell evicts."""
-        if len(sums.numerators) == self.family.atoms:
-            return sums
-        last = atom_sums(tile, self.family, self.values, self.kept_atoms, self.family.atoms)
-        return Sums(
-            torch.cat([sums.numerators, last.numerators]), torch.cat([sums.denominators, last.denominators])
-        )
-
-    def side(self, evaluated: Evaluated, sums: Sums, evicted: bool) -> Sums:
-        """[k, r, Dv] and [k, r], what every cell keeps, or what it evicts."""
-        members = (1 - self.keeps if evicted else self.keeps)[:, : len(sums.numerators)]
-        found = over_cells(sums.numerators, sums.denominators, members)
-        if self.moving.numel():
-            weights, values = evaluated.tile.exponentials[self.moving], evaluated.kernel.values[self.moving]
-            gone = self.leaves[:, self.moving, None] <= evaluated.steps  # [k, m, b]
-            for cell, mine in enumerate(gone):
-                there = mine if evicted else ~mine
-                own = torch.where(there.repeat(1, evaluated.kernel.inputs.group), weights, 0.0)
-                found.numerators[cell].addmm_(own.T, values)
-                found.denominators[cell] += own.sum(0)
+    def sums(self, tile: Tile, every: bool) -> list[Sums]:
+        """Per chain and level, over all atoms or over those that some cell keeps; until it is called again."""
+        sizes = [len(chain.cells) + 1 for chain in self.family.chains]
+        found = self.memory.levels(sizes, tile.exponentials.shape[1])
+        last = self.family.atoms if every else self.family.kept_atoms
+        add_levels(found, tile, self.family, self.values, 0, last, self.memory)
         return found
+
+    def add_lost_by_all(self, tile: Tile, sums: list[Sums]) -> None:
+        """Put what `sums` without `every` left out to level 0."""
+        family = self.family
+        add_levels(sums, tile, family, self.values, family.kept_atoms, family.atoms, self.memory)
 
 
 @dataclass(eq=False)
@@ -163,18 +169,18 @@ class Evaluated:
     """A tile of r rows, b steps, whose exponentials are known.
 
     Attributes:
-        visible: [n, b].
-        partial: columns that only some of the steps see.
+        partial: [n'] columns that only some of the steps see, or none.
+        visible: [n', b] which.
         known: [r, Dv] f_V, or None as long as it is not.
     """
 
     kernel: Kernel
     part: slice
     tile: Tile
-    visible: Tensor
     partial: Tensor
+    visible: Tensor
     known: Tensor | None
-    _first: Sums | None = field(default=None, repr=False)
+    _first: list[Sums] | None = field(default=None, repr=False)
 
     @property
     def steps(self) -> Tensor:
@@ -183,13 +189,13 @@ class Evaluated:
 
     @property
     def full(self) -> Tensor:
-        """[r, Dv] f_V: the sum over all atoms of the first family, which is kept for it."""
+        """[r, Dv] f_V: the sum over all levels of the first chain, which are kept for it."""
         if self.known is None:
             exponentials, values = self.tile.exponentials, self.kernel.values
-            if self.kernel.cells:
-                first = self.kernel.cells[0]
+            if self.kernel.families:
+                first = self.kernel.families[0]
                 self._first = first.sums(self.tile, every=True)
-                numerator = self._first.numerators.sum(0)
+                numerator = self._first[0].numerators.sum(0)
                 if first.moving.numel():
                     numerator.addmm_(exponentials[first.moving].T, values[first.moving])
             else:
@@ -199,59 +205,93 @@ class Evaluated:
         return self.known
 
     def vectors(self) -> Iterator[Vectors]:
-        """Family by family."""
-        for cells in self.kernel.cells:
-            yield self._over(cells)
+        """Chain by chain."""
+        full, both = self.full, self.kernel.which == "all"
+        for members in self.kernel.families:
+            every = both or self._first is not None
+            sums, self._first = self._first or members.sums(self.tile, both), None
+            retained = [self._retained(members, *pair) for pair in zip(members.family.chains, sums, strict=True)]
+            if not both and any(bool(one.close.any()) for one in retained):
+                if not every:
+                    members.add_lost_by_all(self.tile, sums)
+                every = True
+            for one, own in zip(retained, sums, strict=True):
+                yield self._compared(members, one, own, full, both)
 
-    def _over(self, cells: Cells) -> Vectors:
-        kernel, tile, full = self.kernel, self.tile, self.full
-        both = kernel.which == "all"
-        holds, touched = self._counts(cells)
-        sums, self._first = self._first or cells.sums(tile, both), None
-        rest = cells.side(self, sums, evicted=False)
-        kept_mass = rest.denominators if tile.sink is None else rest.denominators + tile.sink
-        retained = torch.where(holds[..., None], rest.numerators.div_(kept_mass[..., None]), 0.0)
-        weak = holds & (kept_mass < kernel.tiny)
-        if not both:
-            close = (1 - kept_mass / tile.total) < 2 * SMALL_MASS
-            if not bool((touched & (close | weak)).any()):
-                plain = torch.ones_like(kept_mass, dtype=torch.float64)
-                return Vectors(cells.family.cells, full, retained, full - retained, plain, touched)
-            sums = cells.with_last(tile, sums)
-        lost = cells.side(self, sums, evicted=True)
-        difference = lost.numerators.div_(lost.denominators[..., None]).sub_(retained)
-        difference = torch.where(touched[..., None], difference, 0.0)
-        gone, left = lost.denominators.double(), kept_mass.double()
-        mass = torch.where(touched, gone / (gone + left), 0.0)
-        found = Vectors(cells.family.cells, full, retained, difference, mass, touched)
-        weak = touched & (weak | (lost.denominators < kernel.tiny))
+    def _retained(self, members: Members, chain: Chain, sums: Sums) -> Retained:
+        """f_R of every cell of a chain, and which rows need the evicted side."""
+        cells, tile = chain.cells, self.tile
+        leaves = members.leaves[cells]
+        holds, touched = self._counts(members, chain, leaves)
+        kept = Sums(sums.numerators[1:].clone(), sums.denominators[1:].clone()).running(backwards=True)
+        self._add_moving(members, leaves, kept, evicted=False)
+        mass = kept.denominators if tile.sink is None else kept.denominators + tile.sink
+        weak = touched & holds & (mass < self.kernel.tiny)
+        close = weak | (touched & ((1 - mass / tile.total) < 2 * SMALL_MASS))
+        retained = kept.numerators.div_(mass[..., None])
+        if not bool(holds.all()):
+            retained = torch.where(holds[..., None], retained, 0.0)
+        return Retained(torch.tensor(cells), leaves, retained, mass, touched, weak, close)
+
+    def _compared(self, members: Members, one: Retained, sums: Sums, full: Tensor, both: bool) -> Vectors:
+        if not both and not bool(one.close.any()):
+            plain = torch.ones_like(one.mass, dtype=torch.float64)
+            return Vectors(one.cells, full, one.retained, full - one.retained, plain, one.touched)
+        lost = Sums(sums.numerators[:-1], sums.denominators[:-1]).running()
+        self._add_moving(members, one.leaves, lost, evicted=True)
+        difference = lost.numerators.div_(lost.denominators[..., None]).sub_(one.retained)
+        if not bool(one.touched.all()):
+            difference = torch.where(one.touched[..., None], difference, 0.0)
+        gone, left = lost.denominators.double(), one.mass.double()
+        mass = torch.where(one.touched, gone / (gone + left), 0.0)
+        found = Vectors(one.cells, full, one.retained, difference, mass, one.touched)
+        weak = one.touched & (one.weak | (lost.denominators < self.kernel.tiny))
         if bool(weak.any()):
-            self._again(cells, weak, found)
+            self._again(one.leaves, weak, found)
         return found
 
-    def _counts(self, cells: Cells) -> tuple[Tensor, Tensor]:
-        """[k, r] bool: whether something visible is retained, and whether something visible is evicted."""
-        leaves, steps = cells.leaves, self.steps
-        special = torch.zeros(len(self.visible), dtype=torch.bool)
-        special[self.partial], special[cells.moving] = True, True
-        plain, special = leaves[:, ~special] > steps.min(), special.nonzero()[:, 0]
-        holds, touched = plain.any(1)[:, None], (~plain).any(1)[:, None]  # [k, 1]
-        seen = self.visible[special]  # [s, b]
-        gone = leaves[:, special, None] <= steps  # [k, s, b]
+    def _add_moving(self, members: Members, leaves: Tensor, sums: Sums, evicted: bool) -> None:
+        """What is evicted inside the span, to the side where each row has it."""
+        if not members.moving.numel():
+            return
+        weights, values = self.tile.exponentials[members.moving], self.kernel.values[members.moving]
+        gone = leaves[:, members.moving, None] <= self.steps  # [c, m, b]
+        for cell, mine in enumerate(gone):
+            there = mine if evicted else ~mine
+            own = torch.where(there.repeat(1, self.kernel.inputs.group), weights, 0.0)
+            sums.numerators[cell].addmm_(own.T, values)
+            sums.denominators[cell].add_(own.sum(0))
+
+    def _counts(self, members: Members, chain: Chain, leaves: Tensor) -> tuple[Tensor, Tensor]:
+        """[c, r] bool: whether something visible is retained, and whether something visible is evicted."""
+        plain = np.ones(len(chain.levels), dtype=bool)
+        plain[self.partial], plain[members.moving] = False, False
+        always = chain.levels[plain]
+        cells = torch.arange(len(chain.cells))[:, None]
+        most, least = (int(always.max()), int(always.min())) if always.size else (0, len(chain.cells))
+        holds, touched = cells < most, cells >= least  # [c, 1]: cell j keeps the tokens above level j
+        special = torch.from_numpy((~plain).nonzero()[0])
+        rows_of = self.kernel.inputs.group * self.steps.numel()
+        if not special.numel():
+            return holds.expand(-1, rows_of), touched.expand(-1, rows_of)
+        rows, first = self.kernel.rows[special, None], self.kernel.inputs.first_visible[self.part]
+        seen = (first <= rows) & (rows <= self.steps)  # [s, b]
+        gone = leaves[:, special, None] <= self.steps  # [c, s, b]
         holds = holds | (seen & ~gone).any(1)
         touched = touched | (seen & gone).any(1)
         return holds.repeat(1, self.kernel.inputs.group), touched.repeat(1, self.kernel.inputs.group)
 
-    def _again(self, cells: Cells, weak: Tensor, found: Vectors) -> None:
+    def _again(self, leaves: Tensor, weak: Tensor, found: Vectors) -> None:
         """Rows in which a side underflows, by its own maximum; in place."""
         kernel, inputs = self.kernel, self.kernel.inputs
         rows = weak.any(0).nonzero()[:, 0]
         at = rows % self.steps.numel()
-        logits = kernel.logits(self.part, rows).masked_fill_(~self.visible[:, at], float("-inf"))
+        logits = kernel.logits(self.part, rows)
+        logits[self.partial] = logits[self.partial].masked_fill(~self.visible[:, at], float("-inf"))
         sinks = inputs.sinks(inputs.query_heads_of(kernel.kv_head), self.part)
         for cell in weak.any(1).nonzero()[:, 0].tolist():
             mine = weak[cell, rows].nonzero()[:, 0]
-            gone = cells.leaves[cell][:, None] <= self.steps[at[mine]]  # [n, w]
+            gone = leaves[cell][:, None] <= self.steps[at[mine]]  # [n, w]
             own = None if sinks is None else sinks[rows[mine]]
             again = by_own_maximum(logits[:, mine], gone, kernel.values, own)
             found.retained[cell, rows[mine]] = again.retained

@@ -8,6 +8,7 @@ Vectors stay inside a tile. Rows in which a set underflows are computed again by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from .cell_vectors import Kernel, Vectors
-from .inputs import QUERY_ROWS, Inputs, Seen
+from .inputs import Inputs, Seen
+from .tile import Workspace
 
 Which = Literal["all", "errors"]
+TILE_ROWS = 512  # query rows of one KV head in a tile: fewer, and calls cost more than sums
 SPAN_STEPS = 512  # steps whose sets are cut into families at once
 SPAN_BYTES = 96 << 20  # of projected errors of all cells of a span
 
@@ -99,6 +102,17 @@ def cell_errors(
     return found
 
 
+def serves(values: Tensor) -> bool:
+    """Whether norms of `values` [Hk, N, Dv] can be summed as `cell_errors` does: all finite, and no token so much
+    larger than another that the square of the smaller is lost in their dtype. Everything else is the reference's."""
+    sizes = values.abs().amax(2)
+    if not sizes.numel():
+        return True
+    most, least = float(sizes.max()), float(sizes[sizes > 0].min()) if bool((sizes > 0).any()) else 0.0
+    info = torch.finfo(values.dtype)
+    return math.isfinite(most) and most < info.max**0.4 and (least == 0.0 or least > info.tiny**0.4)
+
+
 def _blank(inputs: Inputs, cells: int, projection: Tensor | None, gradients: Tensor | None) -> CellErrors:
     """Everything NaN, so that a step that was forgotten shows."""
 
@@ -124,10 +138,10 @@ def _spans(inputs: Inputs, evict_steps: Tensor, projection: Tensor | None) -> It
     most = SPAN_STEPS
     if projection is not None:
         one = max(1, (len(evict_steps) + 1) * projection.shape[2] * inputs.queries.element_size())
-        most = max(QUERY_ROWS // inputs.group, min(most, SPAN_BYTES // one), 1)
-    least = max(1, QUERY_ROWS // inputs.group // 4)
+        most = max(TILE_ROWS // inputs.group, min(most, SPAN_BYTES // one), 1)
+    least = max(1, TILE_ROWS // inputs.group // 4)
     start, count = 0, int(steps.numel())
-    changes = torch.unique(evict_steps)
+    changes = _changes(evict_steps)
     while start < count:
         stop = min(start + most, count)
         inside = changes[(changes > steps[start]) & (changes <= steps[stop - 1])]
@@ -138,6 +152,16 @@ def _spans(inputs: Inputs, evict_steps: Tensor, projection: Tensor | None) -> It
                 break
         yield slice(start, stop)
         start = stop
+
+
+def _changes(evict_steps: Tensor) -> Tensor:
+    """Ascending steps at which a token leaves; like `unique`, which sorts all of them."""
+    if not evict_steps.numel():
+        return evict_steps.new_zeros(0)
+    least = int(evict_steps.min())
+    there = torch.zeros(int(evict_steps.max()) - least + 1, dtype=torch.bool)
+    there[(evict_steps - least).flatten()] = True
+    return there.nonzero()[:, 0] + least
 
 
 def _measure_span(
@@ -152,8 +176,8 @@ def _measure_span(
     full: Tensor | None,
 ) -> None:
     """Fill in the steps of one span."""
-    whole = Seen.of(inputs, span)
-    size = inputs.block or max(1, QUERY_ROWS // inputs.group)
+    whole = Seen.between(inputs, span)
+    size = inputs.block or max(1, TILE_ROWS // inputs.group)
     parts = [slice(at, min(at + size, span.stop)) for at in range(span.start, span.stop, size)]
     steps = inputs.steps[span]
     width, cells = inputs.values.shape[2], len(evict_steps)
@@ -161,10 +185,11 @@ def _measure_span(
     if projection is not None:
         shape = (cells + 1, span.stop - span.start, projection.shape[2])  # the last is f_V itself
         projected = inputs.queries.new_zeros(shape)
+    memory = Workspace(len(whole.pick(inputs.rows)), size * inputs.group, width, inputs.queries)
     for kv_head in range(inputs.kv_heads):
         group = inputs.query_heads_of(kv_head)
         leaves = whole.pick(evict_steps[:, kv_head].T).T  # [C, n]
-        kernel = Kernel(inputs, kv_head, whole, leaves, steps, which)
+        kernel = Kernel(inputs, kv_head, whole, leaves, steps, which, memory)
         for part in parts:
             known = None if full is None else full[group, part].reshape(-1, width)
             tile = kernel.tile(part, known)

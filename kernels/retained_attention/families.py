@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,56 +10,71 @@ import torch
 from torch import Tensor
 
 CHUNK_TOKENS = 512  # gathered at once: these rows of a tile stay in the cache between the copy and the product
-ATOM_TOKENS = 28  # what one more atom costs (a product of its own, sums over it), in tokens of work
+# What an atom costs beside its tokens (a product of its own; a sum into every chain), in tokens of work, as measured
+# at 256 rows and 128 channels; half as much or twice as much moves the whole by a few percent.
+PRODUCT_TOKENS, SUM_TOKENS = 10, 12
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Cells of nested sets, as one ranking cut at several budgets gives them.
+
+    Attributes:
+        cells: [c] which cells, the largest set first.
+        levels: [n] how many of the cells keep each token: cell j keeps the tokens above level j.
+    """
+
+    cells: list[int]
+    levels: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Some cells over n tokens, which fall into atoms: tokens that every cell of the family treats alike.
+    """Chains over n tokens, which fall into atoms: tokens that every cell treats alike.
 
-    Two nested rankings of five budgets make at most 36 atoms, so a token that both keep, or both evict, is read and
-    multiplied once and not ten times. What a cell keeps is a sum of atoms.
+    Two chains of five cells make at most 36 atoms, and a token that both keep, or both evict, is read and multiplied
+    once and not twice.
 
     Attributes:
-        cells: [k] which cells.
+        chains: whose levels are told apart.
         order: [n] the tokens, atom by atom, ascending inside; last the atom that every cell evicts, if there is one.
         bounds: A + 1 places in `order` where the atoms begin and end.
-        keeps: [k, A] bool, whether the cell keeps the atom.
+        levels: per chain the level of each of the A atoms.
     """
 
-    cells: Tensor
+    chains: list[Chain]
     order: Tensor
     bounds: list[int]
-    keeps: Tensor
+    levels: list[list[int]]
 
     @property
     def atoms(self) -> int:
         return len(self.bounds) - 1
 
     @property
-    def lost_by_all(self) -> int:
-        """How many atoms no cell keeps: 0 or 1, the last."""
-        return int(self.atoms > 0 and not bool(self.keeps[:, -1].any()))
+    def kept_atoms(self) -> int:
+        """Atoms that some cell keeps: all, or all but the last."""
+        return self.atoms - int(self.atoms > 0 and not any(own[-1] for own in self.levels))
 
-    def without(self, tokens: Tensor) -> Family:
+    def without(self, tokens: np.ndarray) -> Family:
         """The same atoms without `tokens`, [n] bool; none of them disappears, though it may be empty."""
-        stays = ~tokens[self.order]
-        left = torch.cat([stays.new_zeros(1, dtype=torch.int64), stays.cumsum(0)])
-        return Family(self.cells, self.order[stays], left[torch.tensor(self.bounds)].tolist(), self.keeps)
+        stays = ~tokens[self.order.numpy()]
+        left = np.concatenate([[0], np.cumsum(stays)])
+        return Family(self.chains, self.order[torch.from_numpy(stays)], left[self.bounds].tolist(), self.levels)
 
     def chunks(self, first: int, last: int) -> list[list[tuple[int, int, int]]]:
         """The atoms first..last-1 as chunks of (atom, start, stop), start and stop places in `order`.
 
-        A chunk holds whole atoms, or one part of a large one.
+        A chunk holds whole atoms, or one part of a large one; atoms without tokens are in none.
         """
         found: list[list[tuple[int, int, int]]] = []
         room = 0
         for atom in range(first, last):
             start, stop = self.bounds[atom : atom + 2]
-            parts = max(1, -(-(stop - start) // CHUNK_TOKENS))
-            edges = [start + (stop - start) * part // parts for part in range(parts + 1)]
-            for low, high in zip(edges, edges[1:], strict=False):
-                if high - low > room or not found:
+            parts = -(-(stop - start) // CHUNK_TOKENS)
+            edges = [start + (stop - start) * part // parts for part in range(parts + 1)] if parts else []
+            for low, high in itertools.pairwise(edges):
+                if high - low > room:
                     found.append([])
                     room = CHUNK_TOKENS
                 found[-1].append((atom, low, high))
@@ -66,42 +82,83 @@ class Family:
         return found
 
 
-def families_of(kept: Tensor) -> list[Family]:
-    """Cells in order, each joined to the family before it while that lowers the work per cell.
+def families_of(kept: Tensor, evicted_too: bool) -> list[Family]:
+    """Cells in order: nested ones make a chain, and a chain joins the family before it where that saves work.
 
     Args:
         kept: [C, n] bool.
+        evicted_too: whether tokens that every cell evicts are work as well.
     """
-    cells, tokens = kept.shape
-    sets = kept.numpy()
     found: list[Family] = []
-    codes, atoms, members = np.zeros(tokens, np.int64), 1, []
-    for cell in range(cells):
-        new = codes * 2 + sets[cell]
-        there = np.bincount(new, minlength=2 * atoms) > 0
-        grown = int(there.sum())
-        if members and (tokens + ATOM_TOKENS * grown) * len(members) > (tokens + ATOM_TOKENS * atoms) * (
-            len(members) + 1
-        ):
-            found.append(_family(members, codes, sets))
-            members, new = [], sets[cell].astype(np.int64)
-            there = np.bincount(new, minlength=2) > 0
-            grown = int(there.sum())
-        members.append(cell)
-        codes, atoms = (np.cumsum(there) - 1)[new], grown
-    if members:
-        found.append(_family(members, codes, sets))
+    joined: _Joined | None = None
+    for chain in _chains(kept.numpy()):
+        alone = _Joined.of(chain)
+        both = None if joined is None else joined.with_chain(alone)
+        if joined is not None and both is not None:
+            apart = joined.work(evicted_too) + alone.work(evicted_too)
+            if both.work(evicted_too) <= apart:
+                joined = both
+                continue
+            found.append(joined.family())
+        joined = alone
+    return found if joined is None else [*found, joined.family()]
+
+
+def _chains(sets: np.ndarray) -> list[Chain]:
+    found: list[Chain] = []
+    for cell, kept in enumerate(sets):
+        if found:
+            levels, size = found[-1].levels, int(kept.sum())
+            inside = int(levels[kept].min()) if size else len(found[-1].cells)
+            outside = int(levels[~kept].max()) if size < len(kept) else 0
+            if outside <= inside:  # nested: at most one level is cut in two
+                sizes = [int((levels > place).sum()) for place in range(len(found[-1].cells))]
+                place = sum(other >= size for other in sizes)
+                cells = [*found[-1].cells[:place], cell, *found[-1].cells[place:]]
+                found[-1] = Chain(cells, levels + kept)
+                continue
+        found.append(Chain([cell], kept.astype(np.int16)))
     return found
 
 
-def _family(members: list[int], codes: np.ndarray, sets: np.ndarray) -> Family:
-    order = np.argsort(codes, kind="stable")
-    counts = np.bincount(codes)
-    bounds = np.concatenate([[0], np.cumsum(counts)])
-    keeps = sets[members][:, order[bounds[:-1]]] if len(codes) else sets[members][:, :0]
-    lost = ~keeps.any(0)
-    if lost.any():  # the codes of kept tokens are larger, so it is the first
-        order = np.concatenate([order[bounds[1] :], order[: bounds[1]]])
-        counts, keeps = np.roll(counts, -1), np.roll(keeps, -1, axis=1)
-        bounds = np.concatenate([[0], np.cumsum(counts)])
-    return Family(torch.tensor(members), torch.from_numpy(order), bounds.tolist(), torch.from_numpy(keeps.copy()))
+@dataclass(frozen=True, eq=False)
+class _Joined:
+    """Chains that may become a family: the atom of each token, numbered so that 0 is what nobody keeps."""
+
+    chains: list[Chain]
+    codes: np.ndarray  # [n], 0..A-1
+    counts: np.ndarray  # [A], none of them 0
+    nobody: bool  # whether atom 0 is kept by no cell
+
+    @classmethod
+    def of(cls, chain: Chain) -> _Joined:
+        return cls._compact([chain], chain.levels.astype(np.int64))
+
+    @classmethod
+    def _compact(cls, chains: list[Chain], codes: np.ndarray) -> _Joined:
+        counts = np.bincount(codes)
+        there = counts > 0
+        nobody = bool(len(counts) and there[0])
+        return cls(chains, (np.cumsum(there) - 1)[codes] if len(codes) else codes, counts[there], nobody)
+
+    def with_chain(self, other: _Joined) -> _Joined | None:
+        """Both, None where the numbers of atoms alone say that it would not do."""
+        if (len(self.counts) + 1) * (len(other.counts) + 1) > 1 << 16:
+            return None
+        mine, theirs = self.codes + (not self.nobody), other.codes + (not other.nobody)
+        size = len(other.counts) + (not other.nobody)
+        return self._compact([*self.chains, *other.chains], mine * size + theirs)
+
+    def work(self, evicted_too: bool) -> int:
+        """In tokens multiplied with V."""
+        chains = len(self.chains)
+        tokens = int(self.counts.sum()) - int(not evicted_too and self.nobody and self.counts[0])
+        return tokens + len(self.counts) * (PRODUCT_TOKENS + (SUM_TOKENS * chains if chains > 1 else 0))
+
+    def family(self) -> Family:
+        atoms = len(self.counts)
+        order = np.argsort((atoms - 1 - self.codes).astype(np.uint16), kind="stable")  # what nobody keeps is last
+        bounds = np.concatenate([[0], np.cumsum(self.counts[::-1])])
+        starts = order[bounds[:-1]] if atoms else order[:0]
+        levels = [chain.levels[starts].tolist() for chain in self.chains]
+        return Family(self.chains, torch.from_numpy(order), bounds.tolist(), levels)

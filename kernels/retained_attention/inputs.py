@@ -25,18 +25,33 @@ class Seen:
         steps, first = inputs.steps[part], inputs.first_visible[part]
         visible = (first[None, :] <= inputs.rows[:, None]) & (inputs.rows[:, None] <= steps[None, :])  # [N, b]
         index = visible.any(1).nonzero()[:, 0]
-        columns: slice | Tensor = index
-        if index.numel() == 0:
-            columns = slice(0, 0)
-        elif int(index[-1]) - int(index[0]) + 1 == index.numel():
-            columns = slice(int(index[0]), int(index[-1]) + 1)  # one run, the usual case: no copy
+        columns = _columns(index)
         visible = visible[columns]
         partial = (~visible.all(1)).nonzero()[:, 0]
         return cls(columns, partial, visible[partial])
 
+    @classmethod
+    def between(cls, inputs: Inputs, part: slice) -> Seen:
+        """All keys from the oldest that some step sees to the newest, whether or not a step sees every one."""
+        steps, first = inputs.steps[part], inputs.first_visible[part]
+        none = inputs.rows.new_zeros(0)
+        if not steps.numel():
+            return cls(slice(0, 0), none, none)
+        index = ((inputs.rows >= first.min()) & (inputs.rows <= steps.max())).nonzero()[:, 0]
+        return cls(_columns(index), none, none)
+
     def pick(self, array: Tensor) -> Tensor:
         """The seen rows [n, ...] of `array` [N, ...]."""
         return array[self.columns]
+
+
+def _columns(index: Tensor) -> slice | Tensor:
+    """`index` as a slice where it is one run, the usual case: no copy."""
+    if index.numel() == 0:
+        return slice(0, 0)
+    if int(index[-1]) - int(index[0]) + 1 == index.numel():
+        return slice(int(index[0]), int(index[-1]) + 1)
+    return index
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,14 @@ class Sums:
 
     numerators: Tensor
     denominators: Tensor
+
+    def running(self, backwards: bool = False) -> Sums:
+        """Every set becomes the sum of itself and all before it, or behind it, in place."""
+        places = list(range(len(self.numerators)))
+        for before, place in itertools.pairwise(places[::-1] if backwards else places):
+            self.numerators[place].add_(self.numerators[before])
+            self.denominators[place].add_(self.denominators[before])
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,38 +64,71 @@ class Tile:
         return cls(exponentials, shift, sink, total if sink is None else total + sink)
 
 
-def atom_sums(tile: Tile, family: Family, values: Tensor, first: int, last: int) -> Sums:
-    """Sums over the atoms first..last-1.
+class Workspace:
+    """Memory that is used over and over: new memory costs more than the sums themselves.
+
+    Args:
+        tokens, rows, width: most tokens and rows of a tile, Dv.
+        like: dtype and device.
+
+    Attributes:
+        logits: [n · r] anything; gathered: likewise for a chunk of tokens.
+    """
+
+    def __init__(self, tokens: int, rows: int, width: int, like: Tensor) -> None:
+        self._width, self._like = width, like
+        self.logits = like.new_empty(tokens * rows)
+        self.gathered = like.new_empty(CHUNK_TOKENS * rows)
+        self._numerator = like.new_empty(rows * width)
+        self._levels: list[Sums] = []
+
+    def numerator(self, rows: int) -> Tensor:
+        """[r, Dv], anything."""
+        return self._numerator[: rows * self._width].view(rows, self._width)
+
+    def levels(self, sizes: list[int], rows: int) -> list[Sums]:
+        """One `Sums` of zeros per chain; those of an earlier call are overwritten."""
+        for place, size in enumerate(sizes):
+            if place == len(self._levels):
+                self._levels.append(Sums(self._like.new_empty(0, 0, 0), self._like.new_empty(0, 0)))
+            if self._levels[place].numerators.shape != (size, rows, self._width):
+                shape = (size, rows, self._width)
+                self._levels[place] = Sums(self._like.new_empty(shape), self._like.new_empty(shape[:2]))
+            self._levels[place].numerators.zero_()
+            self._levels[place].denominators.zero_()
+        return self._levels[: len(sizes)]
+
+
+def add_levels(
+    into: list[Sums], tile: Tile, family: Family, values: Tensor, first: int, last: int, memory: Workspace
+) -> None:
+    """Add the tokens of the atoms first..last-1 to the levels of every chain, [c + 1, r, Dv] and [c + 1, r].
 
     Args:
         values: [n, Dv] in the family's order.
     """
     source = tile.exponentials
-    rows, width = source.shape[1], values.shape[1]
-    numerators = source.new_empty(last - first, rows, width)
-    denominators = source.new_empty(last - first, rows)
-    buffer = source.new_empty(min(CHUNK_TOKENS, max(1, len(values))), rows)
-    for chunk in family.chunks(first, last):
+    rows = source.shape[1]
+    numerator = memory.numerator(rows)
+    targets = [
+        [sums.numerators[level] for level in levels] for sums, levels in zip(into, family.levels, strict=True)
+    ]  # per chain and atom
+    chunks = family.chunks(first, last)
+    atoms = [atom for chunk in chunks for atom, _, _ in chunk]
+    denominators = source.new_empty(len(atoms), rows)
+    places = iter(denominators)
+    for chunk in chunks:
         start, stop = chunk[0][1], chunk[-1][2]
-        gathered = buffer[: stop - start]
+        gathered = memory.gathered[: (stop - start) * rows].view(-1, rows)
         torch.index_select(source, 0, family.order[start:stop], out=gathered)
         for atom, low, high in chunk:
             part, own = gathered[low - start : high - start], values[low:high]
-            if low == family.bounds[atom]:
-                torch.mm(part.T, own, out=numerators[atom - first])
-                torch.sum(part, 0, out=denominators[atom - first])
-            else:
-                numerators[atom - first].addmm_(part.T, own)
-                denominators[atom - first] += part.sum(0)
-    return Sums(numerators, denominators)
-
-
-def over_cells(numerators: Tensor, denominators: Tensor, members: Tensor) -> Sums:
-    """Sums over the atoms of every cell.
-
-    Args:
-        numerators, denominators: [A, r, Dv], [A, r].
-        members: [k, A] 1 where an atom counts.
-    """
-    flat = members @ numerators.flatten(1)
-    return Sums(flat.view(len(members), *numerators.shape[1:]), members @ denominators)
+            torch.sum(part, 0, out=next(places))
+            if len(targets) == 1:
+                targets[0][atom].addmm_(part.T, own)
+                continue
+            torch.mm(part.T, own, out=numerator)
+            for target in targets:
+                target[atom].add_(numerator)
+    for sums, levels in zip(into, family.levels, strict=True):
+        sums.denominators.index_add_(0, torch.tensor([levels[atom] for atom in atoms], dtype=torch.int64), denominators)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
+from kvtool.kernels.retained_attention.errors import cell_errors, serves
 from kvtool.kernels.retained_attention.reference import retained_attention
 from kvtool.layer import Layer
-from kvtool.metrics.step_errors import StepErrors, measure
+from kvtool.metrics.step_errors import StepErrors, from_norms, measure
 from kvtool.retained import RetainedSet
 
 Evaluate = Literal["live", "pool"]
@@ -48,30 +49,42 @@ def evaluate_layer(
     if mode == "pool":
         rows, first_visible = _pool(retained), torch.zeros_like(steps)
     whole = rows.numel() == layer.tokens
-    blocks = retained_attention(
-        layer.queries[:, found],
-        layer.keys if whole else layer.keys[:, rows],
-        layer.values if whole else layer.values[:, rows],
-        torch.stack([r.evict_step if whole else r.evict_step[:, rows] for r in retained]),
-        steps=steps,
-        rows=rows,
-        first_visible=first_visible,
-        scale=geometry.scale,
-        softcap=geometry.softcap,
-        sink_logits=geometry.sink_logits,
-        block=block,
-    )
+    queries = layer.queries[:, found]
+    keys, values = (layer.keys, layer.values) if whole else (layer.keys[:, rows], layer.values[:, rows])
+    evict_steps = torch.stack([r.evict_step if whole else r.evict_step[:, rows] for r in retained])
     gradients, rows_of_steps, drawn = gradients_at(layer, steps) if mode == "live" else (None, None, 0)
-    found_errors = measure(
-        blocks,
-        steps,
-        len(retained),
-        projection=layer.output_projection,
-        future_mass=future_mass,
-        layer=geometry.layer,
-        output_gradients=gradients,
-        gradient_rows=rows_of_steps,
-    )
+    attention: dict[str, Any] = {
+        "steps": steps,
+        "rows": rows,
+        "first_visible": first_visible,
+        "scale": geometry.scale,
+        "softcap": geometry.softcap,
+        "sink_logits": geometry.sink_logits,
+        "block": block,
+    }
+    if serves(values):
+        norms = cell_errors(
+            queries,
+            keys,
+            values,
+            evict_steps,
+            projection=layer.output_projection,
+            gradients=gradients,
+            gradient_rows=rows_of_steps,
+            **attention,
+        )
+        found_errors = from_norms(norms, steps, future_mass, gradient_rows=rows_of_steps, layer=geometry.layer)
+    else:
+        found_errors = measure(
+            retained_attention(queries, keys, values, evict_steps, **attention),
+            steps,
+            len(retained),
+            projection=layer.output_projection,
+            future_mass=future_mass,
+            layer=geometry.layer,
+            output_gradients=gradients,
+            gradient_rows=rows_of_steps,
+        )
     if gradients is None:
         return found_errors
     return [replace(errors, gradients=layer.gradients, drawn_steps=drawn) for errors in found_errors]

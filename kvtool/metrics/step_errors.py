@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
+from kvtool.kernels.retained_attention.errors import CellErrors
 from kvtool.kernels.retained_attention.reference import CellBlock
 from kvtool.layer import Gradients
 
@@ -112,16 +113,7 @@ def measure(
             projected_full = None if projection is None else _project(block.full, projection)
             if output_gradients is not None and gradient_rows is not None:
                 slopes = _slopes(output_gradients, gradient_rows[rows])  # [H, b, S, Dv]
-            sound = bool(torch.isfinite(squared_full).all())
-            if projected_full is not None:
-                sound = sound and bool(torch.isfinite(projected_full).all())
-            if not sound:
-                where = "" if layer is None else f" in layer {layer}"
-                raise KvtoolError(
-                    "not-finite",
-                    f"attention over all visible tokens, or its projection, is NaN or infinite{where}",
-                    "kvtool inspect --verify recomputes the stored output sample",
-                )
+            _refuse_nonsense([squared_full, projected_full], layer)
         into = collected[block.cell]
         if into is None:
             into = _blank(steps, int(block.full.shape[0]), count, projection, future_mass, output_gradients)
@@ -143,6 +135,49 @@ def measure(
     if len(done) != cells:
         raise AssertionError(f"blocks of {len(done)} cells, expected {cells}")
     return done
+
+
+def from_norms(
+    norms: CellErrors,
+    steps: Tensor,
+    future_mass: Tensor | None = None,
+    *,
+    gradient_rows: Tensor | None = None,
+    layer: int | None = None,
+) -> list[StepErrors]:
+    """One StepErrors per cell from what the kernel summed up itself.
+
+    Raises:
+        KvtoolError: as `measure`.
+    """
+    _refuse_nonsense([norms.squared_output, norms.layer_squared_output], layer)
+    found = [
+        StepErrors(
+            steps,
+            norms.squared_error[cell],
+            norms.squared_output,
+            norms.mass[cell],
+            norms.gap[cell],
+            norms.cosine[cell],
+            None if norms.layer_squared_error is None else norms.layer_squared_error[cell],
+            norms.layer_squared_output,
+            future_mass,
+            None if norms.gradient_dot is None else norms.gradient_dot[cell],
+        )
+        for cell in range(len(norms.squared_error))
+    ]
+    _refuse_overflow(found, gradient_rows, layer)
+    return found
+
+
+def _refuse_nonsense(outputs: Iterable[Tensor | None], layer: int | None) -> None:
+    if not all(output is None or bool(torch.isfinite(output).all()) for output in outputs):
+        where = "" if layer is None else f" in layer {layer}"
+        raise KvtoolError(
+            "not-finite",
+            f"attention over all visible tokens, or its projection, is NaN or infinite{where}",
+            "kvtool inspect --verify recomputes the stored output sample",
+        )
 
 
 def _refuse_overflow(cells: list[StepErrors], gradient_rows: Tensor | None, layer: int | None) -> None:
