@@ -2,7 +2,7 @@
 
 from kvtool.kernels.device.card import DEVICES, Card, DeviceError, find_card
 from kvtool.kernels.device.log import Log, merged, summary
-from kvtool.kernels.device.running import Running, Unsupported, active, door, hand_over, using
+from kvtool.kernels.device.running import Running, Unsupported, active, door, hand_over, on_cpu, using
 
 __all__ = [
     "DEVICES",
@@ -16,6 +16,7 @@ __all__ = [
     "find_card",
     "hand_over",
     "merged",
+    "on_cpu",
     "summary",
     "using",
 ]

@@ -56,7 +56,7 @@ class Running:
 
     def call(self, op: str, name: str, reference: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """`reference(*args, **kwargs)`, by the function `name` of the operation's Triton module where that can."""
-        found, reason = self._version(op, name)
+        found, reason = self._version(op, name, args)
         if found is not None:
             try:
                 moved = [self.moved(value) for value in args], {key: self.moved(v) for key, v in kwargs.items()}
@@ -74,14 +74,18 @@ class Running:
         self.log.ran(op, reason)
         return reference(*args, **kwargs)
 
-    def _version(self, op: str, name: str) -> tuple[Callable[..., Any] | None, str]:
+    def _version(self, op: str, name: str, args: Any) -> tuple[Callable[..., Any] | None, str]:
         try:
             module = importlib.import_module(f"kvtool.kernels.{op}.triton")
         except ImportError as error:
             return None, f"it has no Triton version: {error}" if error.name == "triton" else "it has no Triton version"
         if not hasattr(module, name):
             return None, f"{name} has no Triton version"
-        if self.wide and name not in getattr(module, "FLOAT64", ()):
+        # A policy may compute in float64 what is needed in float32 only; a kernel that may round says so itself.
+        given = not getattr(module, "ROUNDS", False) and any(
+            isinstance(value, Tensor) and value.dtype == torch.float64 for value in args
+        )
+        if (self.wide or given) and name not in getattr(module, "FLOAT64", ()):
             return None, WIDE
         return getattr(module, name), ""
 
@@ -124,6 +128,13 @@ def hand_over(op: str, reason: str) -> None:
     running = _ACTIVE.get()
     if running is not None:
         running.log.because(op, reason)
+
+
+def on_cpu(op: str, reason: str) -> None:
+    """A caller computes what `op` is for on the CPU, by other means than its doors."""
+    running = _ACTIVE.get()
+    if running is not None:
+        running.log.ran(op, reason)
 
 
 def door(op: str, reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from kvtool.kernels.leverage.reference import Leverage, LeverageError
 # 1e-5 as near ties, and up to this r they are. (The diagonal of L alone would refuse a large channel, which is
 # harmless, and pass a large token, which is not.)
 MOST_MAGNIFIED = 8.0
+ROUNDS = True  # policies hand over float64, and what rounding to float32 does is judged here
 LEAST_PIVOT = 1e-4  # of A's own diagonal entry: below it, what is left of it is rounding
 PANEL = 16
 TILE = 64  # of directions: 64 x 64 accumulators spill nowhere
@@ -191,13 +192,22 @@ def _lengths(
 
 
 def leverage_scores(
-    directions: Tensor, weights: Tensor, ridge: Tensor, weight_eps: float = 0.0, loose: Tensor | None = None
+    directions: Tensor,
+    weights: Tensor,
+    ridge: Tensor,
+    weight_eps: float = 0.0,
+    loose: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Leverage:
     """Leverage of every token, in float32; as `kvtool.kernels.leverage.reference.leverage_scores`, on any device that
     Triton runs on.
 
     A head with a pivot that is not clearly positive, or with a score that float32's rounding may move by more than a
     near tie, is computed by the reference in float64 on the CPU.
+
+    Args:
+        dtype: of the reference's products; not read.
+        The others as in the reference.
 
     Raises:
         LeverageError: naming the head, from the reference.

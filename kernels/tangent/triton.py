@@ -137,7 +137,7 @@ class Arrays:
 
 
 @dataclass(frozen=True, eq=False)
-class CardTangent(Tangent):
+class CardTangent(Tangent):  # type: ignore[misc]
     """A tangent whose products run on the card; shifts may lie anywhere, and answers come back to where they lie."""
 
     arrays: Arrays

@@ -31,9 +31,10 @@ def test_one_wrong_number_would_show() -> None:
 
 def test_what_float32_cannot_factor_is_the_reference_s_and_counted() -> None:
     found = interpreted(FILE, "handed_over")
-    assert found["equal"] == [False, True, True]
-    assert found["worst"] < 3e-6
-    assert found["jitter"]
+    kept, *handed = found["worst"]
+    assert 1e-9 < kept < 3e-6
+    assert max(handed) < 1e-9
+    assert found["jitter"][0] == found["jitter"][1]
     assert found["log"]["triton"] == 1
     assert sum(found["log"]["reasons"].values()) == 2
     assert all("head" in reason for reason in found["log"]["reasons"])
@@ -57,7 +58,7 @@ def test_a_head_that_is_kept_is_right_to_within_a_near_tie() -> None:
     assert len(kept) >= 4
     assert len(found) - len(kept) >= 4
     assert all(one["worst"] <= 1e-5 for one in kept), kept
-    assert all(one["worst"] == 0 for one in found if one["handed"])
+    assert all(one["worst"] < 1e-8 for one in found if one["handed"])
 
 
 def test_empty_pools_and_wide_directions() -> None:

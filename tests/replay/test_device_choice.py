@@ -124,7 +124,7 @@ def expect_same_tables(answers: list[dict[str, Any]], tolerance: float) -> None:
 
 
 def test_a_whole_replay_keeps_the_same_sets_and_numbers_through_the_triton_doors() -> None:
-    found = both_devices(policies=["capkv", "snapkv", "h2o"], ratios=["0.5", "0.8"], layers=[0])
+    found = both_devices(policies=["capkv", "snapkv"], ratios=["0.5"], layers=[0], sequences=[0])
     expect_same_tables(found["answers"], 1e-5)
     card, cpu = (answer["manifest"] for answer in found["answers"])
     assert (card["device"], card["card"]) == ("interpreter", "Triton's interpreter")
@@ -136,7 +136,9 @@ def test_a_whole_replay_keeps_the_same_sets_and_numbers_through_the_triton_doors
 
 
 def test_a_decomposition_uses_the_float64_tangent() -> None:
-    found = both_devices(policies=["knorm"], ratios=["0.5"], layers=[1], decompose=True, samples=0, horizon=8)
+    found = both_devices(
+        policies=["knorm"], ratios=["0.5"], layers=[3], sequences=[0], decompose=True, samples=0, horizon=4
+    )
     checks = ("identity_residual", "tangent_residual")  # rounding itself, so they differ
     for answer in found["answers"]:
         for row in answer["tables"]["decomposition"]:
