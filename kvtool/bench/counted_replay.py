@@ -1,9 +1,7 @@
 """Counted replay: `kvtool replay` as it is, with a CPU clock around the operations and around Policy.score.
 
-    python -m kvtool.bench.counted_replay COUNTS.json replay run.zarr -p snapkv …
-
-A process of its own, so that all of its CPU seconds, imports included, are those of one replay. Calls inside
-other calls are counted once, as the outermost.
+It runs in a process of its own (see PROGRAM), so that all of its CPU seconds, imports included, are those of one
+replay. Calls inside other calls are counted once, as the outermost.
 """
 
 from __future__ import annotations
@@ -20,6 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# What `python -c` runs, with the file for the counts and the arguments of `kvtool` behind it.
+PROGRAM = (
+    "import sys; from kvtool.bench.counted_replay import counted; from kvtool.cli.main import run; "
+    "sys.exit(counted(run, sys.argv[1], sys.argv[2:]))"
+)
 OPERATIONS = ("retained_attention", "attention_mass", "leverage", "tangent")
 
 
@@ -95,18 +98,11 @@ def count_calls(counter: Counter, modules: list[ModuleType]) -> None:
             cls.score = counter.around("score", vars(cls)["score"])  # type: ignore[method-assign]
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command line; write {name: seconds} to the file that the first argument names."""
-    counts, *command = arguments
+def counted(command: Callable[[list[str]], int], counts: str, arguments: list[str]) -> int:
+    """Run the command line; write {name: seconds} to the file `counts`, and how long everything before took."""
     counter = Counter()
     count_calls(counter, import_everything())
-    from kvtool.cli.main import run
-
     imported = time.process_time()
-    code = run(command)
+    code = command(arguments)
     Path(counts).write_text(json.dumps({"inside": counter.seconds, "imports": imported}))
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvtool.bench.counted_replay import PROGRAM
 from kvtool.bench.goals import Measured
 from kvtool.bench.made_trace import write_trace
 from kvtool.bench.situation import Situation
@@ -68,7 +69,7 @@ def overhead(here: Situation) -> dict[str, Measured]:
     trace = subject(here)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     try:
-        finished(["-m", "kvtool.bench.counted_replay", str(counts), *replay_arguments(trace), "--threads", "1"], here)
+        finished(["-c", PROGRAM, str(counts), *replay_arguments(trace), "--threads", "1"], here)
     except RuntimeError as error:
         return {"replay_overhead": Measured.without(str(error))}
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -85,7 +85,7 @@ def test_every_operation_is_found_where_kvtool_calls_it() -> None:
 def test_a_real_replay_is_counted_in_a_process_of_its_own(tmp_path: Path) -> None:
     here = Situation(Stopwatch(300.0), frozenset(), tmp_path)
     counts = tmp_path / "counts.json"
-    command = ["-m", "kvtool.bench.counted_replay", str(counts), "--no-plugins", "replay", str(TINY)]
+    command = ["-c", counted_replay.PROGRAM, str(counts), "--no-plugins", "replay", str(TINY)]
     finished([*command, "-p", "snapkv", "-p", "capkv", "-r", "0.5", "--layers", "0", "--threads", "1"], here)
     found = json.loads(counts.read_text())
     assert set(found["inside"]) <= {*OPERATIONS, "score"}
