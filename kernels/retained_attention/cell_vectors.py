@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ class Vectors:
     """Some cells over the r rows of a tile.
 
     Attributes:
-        cells: [k] which cells.
+        cells: which k cells, as a slice where they follow each other.
         full: [r, Dv] f_V.
         retained: [k, r, Dv] f_R.
         difference: [k, r, Dv] fE - f_R; where `plain`, e itself.
@@ -28,7 +29,7 @@ class Vectors:
         touched: [k, r] bool, something visible is evicted.
     """
 
-    cells: Tensor
+    cells: slice | Tensor
     full: Tensor
     retained: Tensor
     difference: Tensor
@@ -69,18 +70,25 @@ class Vectors:
         return torch.where((a > 0) & (b > 0), found, float("nan"))
 
 
+def _places(cells: list[int]) -> slice | Tensor:
+    """As a slice where one follows the other: to write there moves no memory twice."""
+    if cells == list(range(cells[0], cells[0] + len(cells))):
+        return slice(cells[0], cells[0] + len(cells))
+    return torch.tensor(cells)
+
+
 @dataclass(frozen=True, eq=False)
 class Retained:
     """The retained side of the cells of one chain.
 
     Attributes:
-        cells: [c]; leaves: [c, n] evict_step.
+        cells: which; leaves: [c, n] evict_step.
         retained: [c, r, Dv] f_R; mass: [c, r] its denominator.
         touched, weak, close: [c, r] bool: something visible is evicted; what is retained underflows; f_V - f_R is
             too small a difference to be taken.
     """
 
-    cells: Tensor
+    cells: slice | Tensor
     leaves: Tensor
     retained: Tensor
     mass: Tensor
@@ -148,7 +156,7 @@ class Members:
 
     def __init__(self, kernel: Kernel, family: Family, leaves: Tensor, moving: Tensor) -> None:
         self.family, self.leaves = family.without(moving.numpy()) if bool(moving.any()) else family, leaves
-        self.moving, self.memory = moving.nonzero()[:, 0], kernel.memory
+        self.moving, self.moves, self.memory = moving.nonzero()[:, 0], moving.numpy(), kernel.memory
         self.values = kernel.values[self.family.order]
 
     def sums(self, tile: Tile, every: bool) -> list[Sums]:
@@ -232,7 +240,7 @@ class Evaluated:
         retained = kept.numerators.div_(mass[..., None])
         if not bool(holds.all()):
             retained = torch.where(holds[..., None], retained, 0.0)
-        return Retained(torch.tensor(cells), leaves, retained, mass, touched, weak, close)
+        return Retained(_places(cells), leaves, retained, mass, touched, weak, close)
 
     def _compared(self, members: Members, one: Retained, sums: Sums, full: Tensor, both: bool) -> Vectors:
         if not both and not bool(one.close.any()):
@@ -265,22 +273,33 @@ class Evaluated:
 
     def _counts(self, members: Members, chain: Chain, leaves: Tensor) -> tuple[Tensor, Tensor]:
         """[c, r] bool: whether something visible is retained, and whether something visible is evicted."""
-        plain = np.ones(len(chain.levels), dtype=bool)
-        plain[self.partial], plain[members.moving] = False, False
+        count, group = len(chain.cells), self.kernel.inputs.group
+        plain = self._everywhere & ~members.moves
         always = chain.levels[plain]
-        cells = torch.arange(len(chain.cells))[:, None]
-        most, least = (int(always.max()), int(always.min())) if always.size else (0, len(chain.cells))
+        cells = torch.arange(count)[:, None]
+        most, least = (int(always.max()), int(always.min())) if always.size else (0, count)
         holds, touched = cells < most, cells >= least  # [c, 1]: cell j keeps the tokens above level j
-        special = torch.from_numpy((~plain).nonzero()[0])
-        rows_of = self.kernel.inputs.group * self.steps.numel()
-        if not special.numel():
-            return holds.expand(-1, rows_of), touched.expand(-1, rows_of)
-        rows, first = self.kernel.rows[special, None], self.kernel.inputs.first_visible[self.part]
-        seen = (first <= rows) & (rows <= self.steps)  # [s, b]
-        gone = leaves[:, special, None] <= self.steps  # [c, s, b]
+        rows = group * self.steps.numel()
+        if most == count and least == 0:  # every cell has both, whatever else there is
+            return holds.expand(-1, rows), touched.expand(-1, rows)
+        special = ~plain
+        if not members.moving.numel() and bool((chain.levels[special] == count).all()):
+            holds = holds | self.visible.any(0)  # the steps' own tokens, the usual case: nobody evicts them
+            return holds.repeat(1, group), touched.expand(-1, rows)
+        index = torch.from_numpy(special.nonzero()[0])
+        found, first = self.kernel.rows[index, None], self.kernel.inputs.first_visible[self.part]
+        seen = (first <= found) & (found <= self.steps)  # [s, b]
+        gone = leaves[:, index, None] <= self.steps  # [c, s, b]
         holds = holds | (seen & ~gone).any(1)
         touched = touched | (seen & gone).any(1)
-        return holds.repeat(1, self.kernel.inputs.group), touched.repeat(1, self.kernel.inputs.group)
+        return holds.repeat(1, group), touched.repeat(1, group)
+
+    @cached_property
+    def _everywhere(self) -> np.ndarray:
+        """[n] bool, columns that every step sees."""
+        found = np.ones(len(self.kernel.rows), dtype=bool)
+        found[self.partial.numpy()] = False
+        return found
 
     def _again(self, leaves: Tensor, weak: Tensor, found: Vectors) -> None:
         """Rows in which a side underflows, by its own maximum; in place."""

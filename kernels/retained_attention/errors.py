@@ -210,7 +210,7 @@ def _measure_span(
                     dots = torch.einsum("ktd,tsd->kst", vectors.error(), slopes).neg_()
                     found.gradient_dot[vectors.cells, :, group, part] = dots.unflatten(2, (inputs.group, -1))
     if projected is not None and found.layer_squared_error is not None and found.layer_squared_output is not None:
-        norms = projected.double().square_().sum(-1)
+        norms = torch.linalg.vector_norm(projected, dim=-1, dtype=torch.float64).square()
         found.layer_squared_error[:, span], found.layer_squared_output[span] = norms[:cells], norms[cells]
 
 
