@@ -24,9 +24,9 @@ Progress = Callable[[int, int, str], None]
 Measure = Callable[[Situation], dict[str, Measured]]
 
 # Goals that one measurement answers together. Whatever needs an idle machine comes first: later it is busy with this.
+# What cannot be cut short comes last: on a slow machine it would leave no time for the rest.
 GROUPS: tuple[tuple[tuple[str, ...], Measure], ...] = (
     (("workers",), workers.two_workers),
-    (("replay_overhead",), whole_replay.overhead),
     (
         (
             "output_errors_8k",
@@ -52,6 +52,7 @@ GROUPS: tuple[tuple[tuple[str, ...], Measure], ...] = (
     (("exhaustive_seconds", "exhaustive_against_loop"), scoring.exhaustive),
     (("decode_against_steps", "decode_50_cells"), decoding.at_8k),
     (("head_read",), storage.head_read),
+    (("replay_overhead",), whole_replay.overhead),
 )
 SCRIPTED = {"kvpress": "its own script prints it: tests/peers/kvpress_replay.py, in an environment with kvpress 0.5.5"}
 LEFT_OUT = "left out by --only"

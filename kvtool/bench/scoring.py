@@ -51,7 +51,7 @@ def leverage(here: Situation) -> dict[str, Measured]:
     make = torch.Generator().manual_seed(0)
     u = torch.randn(1, TOKENS, DIM, generator=make)
     w = torch.rand(HEADS, TOKENS, generator=make).pow_(4)
-    found = {}
+    found: dict[str, Measured] = {}
     if here.wants("leverage_against_solving", "leverage_against_two_gemms"):
         found |= compared_leverage(here, u, w, 8.0)
     if here.wants("leverage_against_solving_float64", "leverage_against_two_gemms_float64"):
