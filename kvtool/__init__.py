@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtool.ablate import ablate as ablate
+    from kvtool.bench import bench as bench
     from kvtool.capture import capture as capture
     from kvtool.check import check as check
     from kvtool.compare import Diff as Diff
@@ -28,6 +29,7 @@ _HOMES = {
     "KvtoolError": "kvtool.errors",
     "Result": "kvtool.result",
     "ablate": "kvtool.ablate",
+    "bench": "kvtool.bench",
     "capture": "kvtool.capture",
     "check": "kvtool.check",
     "diff": "kvtool.compare",

@@ -19,6 +19,7 @@ CODES: dict[str, str] = {
     "plugin-broken": "a policy or metric of another package that cannot be loaded, or is none",
     "plugin-twice": "a name that two packages give, or one that kvtool has itself",
     "not-eviction": "a method that re-selects tokens for every query: nothing is evicted, so it cannot be replayed",
+    "device": "a device that was named is not here, or lacks what kvtool needs of it",
     "package-missing": "an optional package that this command needs is not installed",
     "model-missing": "a model that is not there: wrong path, not installed, or a download without --online",
     "model-unsafe": "a model that would run code on loading: its own modules, or pickled weights",

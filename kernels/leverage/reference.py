@@ -26,11 +26,12 @@ class LeverageError(ValueError):
 
     Attributes:
         head: the query head.
+        reason: what is wrong with its matrix.
     """
 
     def __init__(self, head: int, reason: str) -> None:
         super().__init__(f"the leverage matrix of query head {head} {reason}")
-        self.head = head
+        self.head, self.reason = head, reason
 
 
 @dataclass(frozen=True, eq=False)

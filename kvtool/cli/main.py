@@ -14,7 +14,7 @@ import traceback
 import typer
 
 from kvtool import plugins
-from kvtool.cli import ablate, capture, check, diff, import_, inspect, live, metrics, policies, replay, synth
+from kvtool.cli import ablate, bench, capture, check, diff, import_, inspect, live, metrics, policies, replay, synth
 from kvtool.errors import KvtoolError
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ app.command("live")(live.command)
 app.command("ablate")(ablate.command)
 app.command("diff")(diff.command)
 app.command("check")(check.command)
+app.command("bench")(bench.command)
 
 verbosity = 0
 

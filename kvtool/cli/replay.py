@@ -77,7 +77,9 @@ def command(
             "--metric", help="A metric besides kvtool's own: a plug-in's name:key=value,… or file.py:Class; repeatable."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto or cpu: the plain torch reference.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu; cuda: Triton kernels on a card; auto: a card where there is one.")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for Parquet tables; resumes there.")

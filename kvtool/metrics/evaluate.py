@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
-from kvtool.kernels.retained_attention.errors import cell_errors, serves
+from kvtool.kernels.device import on_cpu
+from kvtool.kernels.retained_attention import cell_errors
+from kvtool.kernels.retained_attention.errors import serves
 from kvtool.kernels.retained_attention.reference import retained_attention
 from kvtool.layer import Layer
 from kvtool.metrics.step_errors import StepErrors, from_norms, measure
@@ -75,6 +77,7 @@ def evaluate_layer(
         )
         found_errors = from_norms(norms, steps, future_mass, gradient_rows=rows_of_steps, layer=geometry.layer)
     else:
+        on_cpu("retained_attention", "the values of a layer differ so much in size that their squares leave the dtype")
         found_errors = measure(
             retained_attention(queries, keys, values, evict_steps, **attention),
             steps,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
+from kvtool.kernels.device import on_cpu
 from kvtool.kernels.retained_attention.reference import CellBlock, attention, retained_attention
 from kvtool.layer import Layer
 from kvtool.metrics.evaluate import Evaluate, evaluate_layer, gradients_at, query_places
@@ -118,6 +119,7 @@ def _blocks(
     layer: Layer, retained: RetainedSet, steps: Tensor, rotation: Rotation | None, cell: int, block: int | None
 ) -> Iterator[CellBlock]:
     geometry = layer.geometry
+    on_cpu("retained_attention", "positions inside the cache have no kernel")
     queries, keys = layer.queries[:, query_places(layer, steps)], layer.keys
     original = retained_attention(
         queries,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtool.kernels.device import merged
 from kvtool.manifest import environment
 from kvtool.metrics import Asked, PredictedKL, in_sequence
 from kvtool.replay.coverage import Coverage, Coverages, over_sequences
@@ -51,7 +52,10 @@ def gather(
     if plan.repeats:
         whole["timeline"] = table_of("timeline", _timeline(plan, work, parts))
     whole["cells"] = table_of("cells", cell_entries(plan, work, parts, covered), plan.numbers)
-    return Result(manifest_of(trace, plan, work), whole, warnings)
+    manifest = manifest_of(trace, plan, work)
+    if plan.card is not None:
+        manifest["kernels"] = merged(part.kernels for part in parts)
+    return Result(manifest, whole, warnings)
 
 
 def arrow_tables(parts: list[Part]) -> list[dict[str, Any]]:
@@ -240,7 +244,8 @@ def manifest_of(trace: Trace, plan: Plan, work: Work) -> dict[str, Any]:
         "layers": {"ids": layer_ids, "text": spans(layer_ids)},
         "replay": plan.describe(),
         "metrics": plan.versions,
-        "device": "cpu",
+        "device": plan.device,
+        "card": None if plan.card is None else plan.card.name,
         "kernels": "reference (torch)",
         "environment": environment("pyarrow", "zarr"),
     }

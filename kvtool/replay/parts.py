@@ -38,6 +38,7 @@ class Part:
         notes: what the user should know, as `kvtool.replay.notes` writes and reads them.
         spans: what each metric stored of the steps from one event to the next, per cell by the event's step.
         numbers: columns of cells, layers and rows that are float64 whatever they are called.
+        kernels: which version of every operation ran, where a card was in use.
     """
 
     tables: dict[str, Any]
@@ -45,6 +46,7 @@ class Part:
     notes: list[dict[str, Any]] = field(default_factory=list)
     spans: list[dict[int, Partial]] = field(default_factory=list)
     numbers: tuple[str, ...] = ()
+    kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.spans = self.spans or [{} for _ in self.partials]
@@ -148,7 +150,7 @@ class Store:
                 into = partials[int(cell)] if span == WHOLE else spans[int(cell)].setdefault(int(span), {})
                 into.setdefault(metric, {})[name_of_field] = torch.from_numpy(archive[entry])
         tables = {table: read_parquet(path / f"{table}.parquet") for table in names}
-        return Part(tables, partials, sealed["notes"], spans)
+        return Part(tables, partials, sealed["notes"], spans, kernels=sealed.get("kernels", {}))
 
     def save(self, name: str, key: str, part: Part) -> None:
         """Publish a finished part.
@@ -178,7 +180,7 @@ class Store:
                 np.savez(buffer, **arrays)  # type: ignore[arg-type]
                 digests["partials.npz"] = hashlib.sha256(buffer.getvalue()).hexdigest()
                 write_durably(temporary / "partials.npz", buffer.getvalue())
-                sealed = {"files": digests, "notes": part.notes}
+                sealed = {"files": digests, "notes": part.notes, "kernels": part.kernels}
                 write_durably(temporary / "part.json", json.dumps(sealed).encode())
                 os.rename(temporary, path)
         finally:

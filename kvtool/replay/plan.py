@@ -14,6 +14,7 @@ import torch
 from kvtool.budget import MOST_TOKENS, Budget
 from kvtool.decomposition.settings import Decompose
 from kvtool.errors import KvtoolError
+from kvtool.kernels.device import DEVICES, Card, DeviceError, find_card
 from kvtool.layer import Layer
 from kvtool.manifest import parameters, source_digest, versions
 from kvtool.metrics import Asked, Metric, PredictedKL, asked_metrics, built_in_metrics, trial
@@ -74,6 +75,7 @@ class Plan:
         decompose: how the errors are told apart, None where they are not.
         calibrations: traces of other texts that policies read, by the path that they name.
         asked: metrics besides the built-in ones.
+        card: where the operations run, None for the CPU.
     """
 
     policies: list[tuple[str, Policy]]
@@ -91,6 +93,7 @@ class Plan:
     telemetry: bool = False
     bin_steps: int | None = None
     asked: tuple[Asked, ...] = ()
+    card: Card | None = None
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -130,6 +133,11 @@ class Plan:
     def dtype(self) -> torch.dtype:
         return DTYPES[self.precision]
 
+    @property
+    def device(self) -> str:
+        """`cpu`, or the kind of card."""
+        return "cpu" if self.card is None else self.card.kind
+
     def calibrated(self, layer: Layer) -> Layer:
         """`layer` with what the calibration traces say of it."""
         for calibration in self.calibrations.values():
@@ -146,7 +154,9 @@ class Plan:
 
     def identity(self, trace: Trace) -> dict[str, Any]:
         """All that decides what a finished part of this plan on `trace` holds, its sequence and layer apart."""
-        return {"trace": trace.digest, "plan": self.describe(), "metrics": self.versions, **versions("torch")}
+        known = {"trace": trace.digest, "plan": self.describe(), "metrics": self.versions, "device": self.device}
+        card = None if self.card is None else self.card.name  # another card rounds in another order
+        return {**known, "card": card, **versions("torch")}
 
     def describe(self) -> dict[str, Any]:
         """Everything that decides the numbers, defaults included, for manifest and keys."""
@@ -203,6 +213,7 @@ def make_plan(
     decompose: Decompose | None = None,
     controls: bool = True,
     metrics: str | Many[str] = (),
+    device: str = "cpu",
 ) -> Plan:
     """Check every choice and add the controls `full` and `random`.
 
@@ -272,7 +283,18 @@ def make_plan(
         token_shares=token_shares,
         decompose=decompose,
         asked=asked_for,
+        card=_card(device),
     )
+
+
+def _card(device: str) -> Card | None:
+    """Raises KvtoolError: `usage` for an unknown word, `device` where it is not here."""
+    try:
+        return find_card(device)
+    except DeviceError as error:
+        known = device in DEVICES
+        hint = error.hint if known else did_you_mean(device, list(DEVICES))
+        raise KvtoolError("device" if known else "usage", str(error), hint) from None
 
 
 def _meant(word: str) -> tuple[tuple[str, ...], bool]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvtool.decomposition.settings import asked_for
 from kvtool.errors import KvtoolError
+from kvtool.kernels.device import summary
 from kvtool.manifest import digest
 from kvtool.metrics import in_sequence
 from kvtool.replay.attribution import attribute
@@ -87,14 +88,14 @@ def replay(
             samples leave the search out.
         metrics: names of metrics besides the built-in ones, `name:key=value,…` of an installed package or
             `file.py:Class:…`; their columns stand in the tables of their level.
+        device: `cuda`, the Triton kernels on a card, which work in float32 (docs/devices.md); `cpu`; or `auto`, a card
+            where there is one.
         progress: told (units done, all, what is being done).
-        note: told in a sentence what a decomposition will cost, before it runs.
+        note: told in a sentence what a decomposition will cost, before it runs, and what ran on a card.
 
     Raises:
         KvtoolError: bad input of any kind, before anything is written.
     """
-    if device not in ("auto", "cpu"):
-        raise KvtoolError("usage", f"--device {device} is not available in this version", "known: auto, cpu")
     plan = make_plan(
         policies,
         ratios=ratios,
@@ -113,6 +114,7 @@ def replay(
         token_shares=token_shares,
         decompose=asked_for(decompose, center=center, horizon=horizon, samples=samples, pool=pool, keep=keep),
         metrics=metrics,
+        device=device,
     )
     store = Store(Path(output), force) if output is not None else None
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
@@ -125,10 +127,10 @@ def replay(
         if note is not None:
             note(stated_cost(plan, work))
     if store is None:
-        return _measure(opened, plan, work, None, progress, warnings, covered)
+        return _noted(_measure(opened, plan, work, None, progress, warnings, covered), note)
     store.open(plan.identity(opened))
     try:
-        result = _measure(opened, plan, work, store, progress, warnings, covered)
+        result = _noted(_measure(opened, plan, work, store, progress, warnings, covered), note)
         result.save(store.output)
     except KvtoolError as error:
         store.close(finished=False, resumable=error.code in RESUMABLE)
@@ -147,6 +149,13 @@ def replayed(trace: Trace, plan: Plan, work: Work) -> Result:
         KvtoolError: as `replay`.
     """
     return _measure(trace, plan, work, None, None, [], _covered(trace, plan, work))
+
+
+def _noted(result: Result, note: Callable[[str], None] | None) -> Result:
+    """`result`, once it was said which operations ran on a card, and why others did not."""
+    if note is not None and result.manifest["card"] is not None:
+        note(f"{result.manifest['card']}: {summary(result.manifest['kernels'])}")
+    return result
 
 
 def _covered(trace: Trace, plan: Plan, work: Work) -> Coverages:

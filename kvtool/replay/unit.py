@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
-from kvtool.kernels.attention_mass.reference import attention_mass
+from kvtool.kernels.attention_mass import attention_mass
+from kvtool.kernels.device import using
 from kvtool.layer import Layer
 from kvtool.metrics import StepErrors, ages, evaluate_cells, landmark_entries, nullable
 from kvtool.metrics.cache_size import live_tokens
@@ -38,12 +39,18 @@ MOST_SPANS = 64  # events of a cell that get entries of their own
 
 
 def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say = lambda what: None) -> Part:
-    """Decide and measure every cell of the plan on one layer.
+    """Decide and measure every cell of the plan on one layer, on the plan's device.
 
     Args:
         step: the first evaluated one.
         say: told what is being done, where that takes long.
     """
+    with using(plan.card, wide=plan.precision == "float64") as running:
+        part = _run_unit(sequence, layer_id, plan, step, say)
+    return part if running is None else replace(part, kernels=running.log.counts)
+
+
+def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say) -> Part:
     layer = sequence.layer(layer_id, dtype=plan.dtype)
     donor = donor_of(sequence, layer)
     for each in {id(donor): donor, id(layer): layer}.values():

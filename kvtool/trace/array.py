@@ -6,6 +6,7 @@ compared on the way, because a damaged number looks like any other.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import stat
@@ -93,14 +94,12 @@ def read_array(root: Path, info: ArrayInfo, entries: Mapping[str, Entry], head: 
     """
     if info.compressed:
         return to_torch(_read_frames(root, info, entries, head), info.logical)
-    out = np.empty(info.shape if head is None else (1, *info.shape[1:]), dtype=info.dtype)
+    shape = info.shape if head is None else (1, *info.shape[1:])
+    if head is not None and info.chunk == shape:  # the chunk is the answer: it stays the map, nothing is copied
+        return to_torch(_checked_chunk(root, info, next(_chunks(info, head)), entries), info.logical)
+    out = np.empty(shape, dtype=info.dtype)
     for index in _chunks(info, head):
-        name = "/".join([info.path, "c", *map(str, index)])
-        raw = _map_file(root, name, entries[name].length)
-        payload = raw[: info.chunk_bytes]
-        if google_crc32c.value(payload) != int.from_bytes(raw[info.chunk_bytes :].tobytes(), "little"):
-            raise damaged(root, name, "its checksum does not match")
-        block = payload.view(info.dtype).reshape(info.chunk)
+        block = _checked_chunk(root, info, index, entries)
         index = index if head is None else (0, *index[1:])
         inside = tuple(
             slice(i * step, min((i + 1) * step, size))
@@ -110,11 +109,27 @@ def read_array(root: Path, info: ArrayInfo, entries: Mapping[str, Entry], head: 
     return to_torch(out, info.logical)
 
 
+def _checked_chunk(root: Path, info: ArrayInfo, index: tuple[int, ...], entries: Mapping[str, Entry]) -> np.ndarray:
+    """The elements of one uncompressed chunk, in its own shape, once its checksum was compared.
+
+    Raises:
+        KvtoolError: code `trace-damaged`.
+    """
+    name = "/".join([info.path, "c", *map(str, index)])
+    raw = _map_file(root, name, entries[name].length)
+    size = info.chunk_bytes
+    payload = raw[:size]
+    if google_crc32c.value(payload) != int.from_bytes(raw[size:].tobytes(), "little"):
+        raise damaged(root, name, "its checksum does not match")
+    return payload.view(info.dtype).reshape(info.chunk)
+
+
 def _chunks(info: ArrayInfo, head: int | None) -> Iterator[tuple[int, ...]]:
     """Where the chunks of an array, or of one head of it, lie in its grid."""
     if head is not None and (info.chunk[0] != 1 or not 0 <= head < info.shape[0]):
         raise AssertionError(f"{info.path} has no chunks of head {head}")
-    return (index for index in np.ndindex(*info.grid) if head is None or index[0] == head)
+    first, *others = (range(count) for count in info.grid)
+    return itertools.product(first if head is None else (head,), *others)
 
 
 def damaged(root: Path, name: str, what: str) -> KvtoolError:
@@ -127,7 +142,8 @@ def damaged(root: Path, name: str, what: str) -> KvtoolError:
 
 
 def _map_file(root: Path, name: str, length: int) -> np.ndarray:
-    """A file's bytes as a read-only map, its length checked against the commit file."""
+    """A file's bytes as a map, its length checked against the commit file. What is written into the map stays in
+    this process: the file is opened for reading."""
     try:
         handle = os.open(root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -136,7 +152,7 @@ def _map_file(root: Path, name: str, length: int) -> np.ndarray:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_size != length:
             raise damaged(root, name, f"has {status.st_size} bytes, expected {length}")
-        return np.frombuffer(mmap.mmap(handle, length, access=mmap.ACCESS_READ), dtype=np.uint8)
+        return np.frombuffer(mmap.mmap(handle, length, access=mmap.ACCESS_COPY), dtype=np.uint8)
     finally:
         os.close(handle)
 

@@ -5,6 +5,7 @@ docs/trace-format.md describes the same for readers; a test holds the two togeth
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,7 +99,7 @@ class ArrayInfo:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one chunk's payload; edge chunks are stored at full size."""
-        return int(np.prod(self.chunk, dtype=object)) * ITEM_BYTES[self.dtype]
+        return math.prod(self.chunk) * ITEM_BYTES[self.dtype]
 
 
 def chunk_rows(tokens: int) -> int:

@@ -24,6 +24,7 @@ FLOORS = {
     "decomposition": 3,
     "ablate": 3,
     "check": 3,
+    "bench": 3,
     "compare": 3,
     "synth": 3,
     "report": 4,

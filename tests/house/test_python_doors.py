@@ -26,6 +26,7 @@ CALL = f"('{TINY}', ['knorm'], ratios=['0.5'], layers=[0])"
         "import kvtool.synth.scene, kvtool; assert callable(kvtool.synth)",
         "import kvtool.capture.request, kvtool; assert callable(kvtool.capture)",
         "import kvtool.check.judge, kvtool; assert callable(kvtool.check)",
+        "import kvtool.bench.goals, kvtool; assert callable(kvtool.bench)",
     ],
 )
 def test_every_way_in_calls_the_function(code: str) -> None:
@@ -38,7 +39,7 @@ def test_dir_lists_the_doors_and_nothing_else() -> None:
 
     assert [name for name in dir(kvtool) if not name.startswith("_")] == sorted(
         [
-            *("Diff", "KvtoolError", "Result", "ablate", "capture", "check", "diff"),
+            *("Diff", "KvtoolError", "Result", "ablate", "bench", "capture", "check", "diff"),
             *("live", "open_trace", "replay", "synth"),
         ]
     )

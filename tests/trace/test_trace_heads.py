@@ -1,0 +1,50 @@
+"""One head of an array: the file's own pages where one chunk holds it, never without its checksum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtool.bench.storage import write_heads
+from kvtool.errors import KvtoolError
+from kvtool.trace import open_trace
+from kvtool.trace.layout import CHUNK_TOKENS, layer_path
+
+CHUNKS = Path(layer_path(0, 0)) / "keys" / "c"
+
+
+def test_what_is_written_into_a_head_stays_in_this_process(tmp_path: Path) -> None:
+    sequence = write_heads(tmp_path / "t.zarr", 70, 8, 2)
+    file = tmp_path / "t.zarr" / CHUNKS / "1" / "0" / "0"
+    before, head = file.read_bytes(), sequence.head("keys", 0, 1)
+    again = head.clone()
+    head.zero_()
+    assert file.read_bytes() == before
+    assert torch.equal(sequence.head("keys", 0, 1), again)
+    assert bool((again != 0).any())
+    assert not torch.equal(sequence.head("keys", 0, 0), again)
+
+
+@pytest.mark.parametrize("tokens", [63, CHUNK_TOKENS + 5])
+def test_heads_are_the_array_in_one_chunk_and_in_several(tokens: int, tmp_path: Path) -> None:
+    sequence = write_heads(tmp_path / "t.zarr", tokens, 4, 3)
+    whole = sequence.array("keys", 0)
+    assert whole.shape == (3, tokens, 4)
+    assert all(torch.equal(sequence.head("keys", 0, head), whole[head]) for head in range(3))
+    assert torch.equal(sequence.array("keys", 0, 2), whole[2:])
+
+
+@pytest.mark.parametrize("place", [0, 17, -1])
+def test_a_flipped_bit_of_a_head_is_found(place: int, tmp_path: Path) -> None:
+    write_heads(tmp_path / "t.zarr", 70, 8, 2)
+    file = tmp_path / "t.zarr" / CHUNKS / "1" / "0" / "0"
+    raw = bytearray(file.read_bytes())
+    raw[place] ^= 1
+    file.write_bytes(bytes(raw))
+    sequence = open_trace(tmp_path / "t.zarr").sequences[0]
+    with pytest.raises(KvtoolError, match="checksum") as error:
+        sequence.head("keys", 0, 1)
+    assert error.value.code == "trace-damaged"
+    assert sequence.head("keys", 0, 0).shape == (70, 8)
