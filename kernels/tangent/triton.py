@@ -1,8 +1,8 @@
 """Tangents in Triton: J dq and JD dq of many query shifts, in one pass over keys and directions.
 
-At the centre: logits and slopes by `_logits`, their softmax in float64, then kbar = sum_i a_i d_i k_i and
-ubar = sum_i a_i u_i by `_means`, in runs of tokens that are added up in float64. For the shifts, `_tangents` reads
-every key and direction once per tile of shifts:
+At the centre: logits and slopes by `logits_kernel`, their softmax in float64, then kbar = sum_i a_i d_i k_i and
+ubar = sum_i a_i u_i by `means_kernel`, in runs of tokens that are added up in float64. For the shifts,
+`tangents_kernel` reads every key and direction once per tile of shifts:
 
     z'_i - zbar = s dq·(d_i k_i - kbar)      so no large shift that all tokens share is computed and then cancelled
     J dq  = sum_i a_i (z'_i - zbar) u_i      JD dq = sum_i a_i (1 - a_i) z'_i u_i,   zbar = s dq·kbar
@@ -23,101 +23,12 @@ from torch import Tensor
 
 from kvtool.kernels.device import Unsupported
 from kvtool.kernels.tangent.reference import Tangent, _check
+from kvtool.kernels.tangent.tangent_kernels import logits_kernel, means_kernel, tangents_kernel
 
 FLOAT64 = ("tangent_at",)  # has a float64 kernel, so --precision float64 may use it
 WIDEST = 256
 TOKENS = 32
 RUN_TOKENS, MOST_RUNS = 1024, 64
-
-
-@triton.jit
-def _logits(centre, keys, logits, tokens, D: tl.constexpr, P: tl.constexpr, T: tl.constexpr, ACC: tl.constexpr):
-    """logits[g, i] = c_g·k_i; centre [G, D], keys [n, D], logits [G, n]; grid (token tiles, G)."""
-    at = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
-    head, dims = tl.program_id(1).to(tl.int64), tl.arange(0, P)
-    k = tl.load(keys + at[:, None] * D + dims[None, :], mask=(at < tokens)[:, None] & (dims < D)[None, :], other=0.0)
-    c = tl.load(centre + head * D + dims, mask=dims < D, other=0.0)
-    tl.store(logits + head * tokens + at, tl.sum(k.to(ACC) * c.to(ACC)[None, :], 1), mask=at < tokens)
-
-
-@triton.jit
-def _means(
-    numbers, weights, partial, tokens, run, D: tl.constexpr, P: tl.constexpr, T: tl.constexpr, ACC: tl.constexpr
-):
-    """partial[r, g, :] = sum over the tokens of run r of w_gi x_i; numbers [n, D], weights [G, n],
-    partial [runs, G, D]; grid (G, runs)."""
-    head, part, dims = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, P)
-    total = tl.zeros([P], dtype=ACC)
-    for start in range(part * run, tl.minimum(part * run + run, tokens), T):
-        at = start + tl.arange(0, T)
-        there = (at < tokens) & (at < part * run + run)
-        x = tl.load(numbers + at[:, None] * D + dims[None, :], mask=there[:, None] & (dims < D)[None, :], other=0.0)
-        w = tl.load(weights + head * tokens + at, mask=there, other=0.0)
-        total += tl.sum(x.to(ACC) * w[:, None], 0)
-    tl.store(partial + (part * tl.num_programs(0) + head) * D + dims, total, mask=dims < D)
-
-
-@triton.jit
-def _tangents(
-    shift,
-    keys,
-    directions,
-    weights,
-    alone,
-    slopes,
-    mean_key,
-    full,
-    diagonal,
-    shifts,
-    tokens,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    F: tl.constexpr,
-    T: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """full[g, f, :] = J dq and diagonal[g, f, :] = JD dq.
-
-    shift s dq [G, F, D], keys [n, D], directions [n, Dv], weights a, alone a (1 - a) and slopes d [G, n], mean_key kbar
-    [G, D], full and diagonal [G, F, Dv]; grid (shift tiles, direction tiles, G).
-    """
-    head = tl.program_id(2).to(tl.int64)
-    f = tl.program_id(0) * F + tl.arange(0, F)
-    v = tl.program_id(1) * V + tl.arange(0, V)
-    moved = shift + head * shifts * D + f[:, None].to(tl.int64) * D
-    shared = tl.zeros([F], dtype=ACC)  # zbar
-    for start in range(0, D, C):
-        d = start + tl.arange(0, C)
-        dq = tl.load(moved + d[None, :], mask=(f < shifts)[:, None] & (d < D)[None, :], other=0.0)
-        shared += tl.sum(dq * tl.load(mean_key + head * D + d, mask=d < D, other=0.0)[None, :], 1)
-    competing, single = tl.zeros([F, V], dtype=ACC), tl.zeros([F, V], dtype=ACC)
-    for first in range(0, tokens, T):
-        at = (first + tl.arange(0, T)).to(tl.int64)
-        there = at < tokens
-        slope = tl.load(slopes + head * tokens + at, mask=there, other=0.0)
-        response = tl.zeros([F, T], dtype=ACC)
-        for start in range(0, D, C):
-            d = start + tl.arange(0, C)
-            dq = tl.load(moved + d[None, :], mask=(f < shifts)[:, None] & (d < D)[None, :], other=0.0)
-            k = tl.load(keys + at[None, :] * D + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
-            mean = tl.load(mean_key + head * D + d, mask=d < D, other=0.0)
-            centred = k.to(ACC) * slope[None, :] - mean[:, None]  # [C, T]
-            response = tl.dot(dq, centred, response, input_precision=PRECISION, out_dtype=ACC)
-        a = tl.load(weights + head * tokens + at, mask=there, other=0.0)
-        b = tl.load(alone + head * tokens + at, mask=there, other=0.0)
-        u = tl.load(directions + at[:, None] * DV + v[None, :], mask=there[:, None] & (v < DV)[None, :], other=0.0).to(
-            ACC
-        )
-        competing = tl.dot(response * a[None, :], u, competing, input_precision=PRECISION, out_dtype=ACC)
-        both = (response + shared[:, None]) * b[None, :]
-        single = tl.dot(both, u, single, input_precision=PRECISION, out_dtype=ACC)
-    out = (head * shifts + f[:, None].to(tl.int64)) * DV + v[None, :]
-    inside = (f < shifts)[:, None] & (v < DV)[None, :]
-    tl.store(full + out, competing, mask=inside)
-    tl.store(diagonal + out, single, mask=inside)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +94,7 @@ class CardTangent(Tangent):  # type: ignore[misc]
 def _launch(arrays: Arrays, dq: Tensor, found: list[Tensor]) -> None:
     (heads, count, width), values = dq.shape, arrays.directions.shape[1]
     block = WIDE_BLOCK if arrays.wide else BLOCK
-    _tangents[(triton.cdiv(count, block["F"]), triton.cdiv(values, block["V"]), heads)](
+    tangents_kernel[(triton.cdiv(count, block["F"]), triton.cdiv(values, block["V"]), heads)](
         dq,
         arrays.keys,
         arrays.directions,
@@ -231,7 +142,7 @@ def tangent_at(
     logits = torch.empty(heads, tokens, dtype=kind, device=keys.device)
     acc = tl.float64 if kind == torch.float64 else tl.float32
     if tokens:
-        _logits[(triton.cdiv(tokens, TOKENS), heads)](
+        logits_kernel[(triton.cdiv(tokens, TOKENS), heads)](
             (centre.to(kind) * scale).contiguous(),
             keys,
             logits,
@@ -273,7 +184,7 @@ def _mean(numbers: Tensor, weights: Tensor, kind: torch.dtype, acc: Any) -> Tens
     run = max(RUN_TOKENS, triton.cdiv(triton.cdiv(tokens, MOST_RUNS), TOKENS) * TOKENS)
     runs = triton.cdiv(tokens, run)
     partial = torch.empty(runs, heads, width, dtype=kind, device=numbers.device)
-    _means[(heads, runs)](
+    means_kernel[(heads, runs)](
         numbers,
         weights.to(kind).contiguous(),
         partial,

@@ -244,7 +244,7 @@ def manifest_of(trace: Trace, plan: Plan, work: Work) -> dict[str, Any]:
         "layers": {"ids": layer_ids, "text": spans(layer_ids)},
         "replay": plan.describe(),
         "metrics": plan.versions,
-        "device": plan.device,
+        "device": "cpu" if plan.card is None else plan.card.kind,
         "card": None if plan.card is None else plan.card.name,
         "kernels": "reference (torch)",
         "environment": environment("pyarrow", "zarr"),

@@ -14,7 +14,7 @@ import torch
 from kvtool.budget import MOST_TOKENS, Budget
 from kvtool.decomposition.settings import Decompose
 from kvtool.errors import KvtoolError
-from kvtool.kernels.device import DEVICES, Card, DeviceError, find_card
+from kvtool.kernels.device import Card
 from kvtool.layer import Layer
 from kvtool.manifest import parameters, source_digest, versions
 from kvtool.metrics import Asked, Metric, PredictedKL, asked_metrics, built_in_metrics, trial
@@ -23,6 +23,7 @@ from kvtool.policies import ALL, Policy, Protection, policy_from_text
 from kvtool.policies.table import SHELF as POLICIES
 from kvtool.registry import did_you_mean, spell, split_spec
 from kvtool.replay.calibration import Calibration
+from kvtool.replay.cards import card_of
 from kvtool.replay.misfits import refuse_misfits
 from kvtool.replay.rules import Rules
 from kvtool.schedule import Schedule, parse_schedule
@@ -133,11 +134,6 @@ class Plan:
     def dtype(self) -> torch.dtype:
         return DTYPES[self.precision]
 
-    @property
-    def device(self) -> str:
-        """`cpu`, or the kind of card."""
-        return "cpu" if self.card is None else self.card.kind
-
     def calibrated(self, layer: Layer) -> Layer:
         """`layer` with what the calibration traces say of it."""
         for calibration in self.calibrations.values():
@@ -154,8 +150,8 @@ class Plan:
 
     def identity(self, trace: Trace) -> dict[str, Any]:
         """All that decides what a finished part of this plan on `trace` holds, its sequence and layer apart."""
-        known = {"trace": trace.digest, "plan": self.describe(), "metrics": self.versions, "device": self.device}
-        card = None if self.card is None else self.card.name  # another card rounds in another order
+        card = None if self.card is None else [self.card.kind, self.card.name]  # each rounds in an order of its own
+        known = {"trace": trace.digest, "plan": self.describe(), "metrics": self.versions}
         return {**known, "card": card, **versions("torch")}
 
     def describe(self) -> dict[str, Any]:
@@ -283,18 +279,8 @@ def make_plan(
         token_shares=token_shares,
         decompose=decompose,
         asked=asked_for,
-        card=_card(device),
+        card=card_of(device),
     )
-
-
-def _card(device: str) -> Card | None:
-    """Raises KvtoolError: `usage` for an unknown word, `device` where it is not here."""
-    try:
-        return find_card(device)
-    except DeviceError as error:
-        known = device in DEVICES
-        hint = error.hint if known else did_you_mean(device, list(DEVICES))
-        raise KvtoolError("device" if known else "usage", str(error), hint) from None
 
 
 def _meant(word: str) -> tuple[tuple[str, ...], bool]:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from kvtool.decomposition.settings import asked_for
 from kvtool.errors import KvtoolError
-from kvtool.kernels.device import summary
 from kvtool.manifest import digest
 from kvtool.metrics import in_sequence
 from kvtool.replay.attribution import attribute
+from kvtool.replay.cards import noted
 from kvtool.replay.coverage import Coverages
 from kvtool.replay.decomposable import decomposable, stated_cost
 from kvtool.replay.gather import Work, gather
@@ -127,10 +127,10 @@ def replay(
         if note is not None:
             note(stated_cost(plan, work))
     if store is None:
-        return _noted(_measure(opened, plan, work, None, progress, warnings, covered), note)
+        return noted(_measure(opened, plan, work, None, progress, warnings, covered), note)
     store.open(plan.identity(opened))
     try:
-        result = _noted(_measure(opened, plan, work, store, progress, warnings, covered), note)
+        result = noted(_measure(opened, plan, work, store, progress, warnings, covered), note)
         result.save(store.output)
     except KvtoolError as error:
         store.close(finished=False, resumable=error.code in RESUMABLE)
@@ -149,13 +149,6 @@ def replayed(trace: Trace, plan: Plan, work: Work) -> Result:
         KvtoolError: as `replay`.
     """
     return _measure(trace, plan, work, None, None, [], _covered(trace, plan, work))
-
-
-def _noted(result: Result, note: Callable[[str], None] | None) -> Result:
-    """`result`, once it was said which operations ran on a card, and why others did not."""
-    if note is not None and result.manifest["card"] is not None:
-        note(f"{result.manifest['card']}: {summary(result.manifest['kernels'])}")
-    return result
 
 
 def _covered(trace: Trace, plan: Plan, work: Work) -> Coverages:

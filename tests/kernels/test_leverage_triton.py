@@ -81,10 +81,12 @@ def test_machine_code_of_the_matrix_products(arch: int) -> None:
     wide = {"D": 192, "P": 192, "B": kernels.TILE}
     narrow = {"D": 80, "P": 80, "B": kernels.TILE}
     for storage, shape in (("*fp32", wide), ("*bf16", narrow)):
-        gram = compile_for(kernels._gram, {"directions": storage, **GRAM}, {**shape, "T": kernels.TOKENS}, arch)
+        gram = compile_for(kernels.gram_kernel, {"directions": storage, **GRAM}, {**shape, "T": kernels.TOKENS}, arch)
         expect_sound(gram, matrix=True)
     storage, shape = ("*fp32", wide) if arch == 80 else ("*bf16", narrow)
-    lengths = compile_for(kernels._lengths, {"directions": storage, **LENGTHS}, {**shape, "T": kernels.TILE}, arch)
+    lengths = compile_for(
+        kernels.lengths_kernel, {"directions": storage, **LENGTHS}, {**shape, "T": kernels.TILE}, arch
+    )
     expect_sound(lengths, matrix=True)
 
 
@@ -93,7 +95,23 @@ def test_machine_code_of_the_factor(arch: int) -> None:
     from kvtool.kernels.leverage import triton as kernels
 
     shape = {"P": 256, "R": 256, "C": kernels.PANEL}
-    expect_sound(compile_for(kernels._factor, FACTOR, shape, arch, **kernels.FACTOR_HOW), matrix=False)
+    expect_sound(compile_for(kernels.factor_kernel, FACTOR, shape, arch, **kernels.FACTOR_HOW), matrix=False)
     partial = {"partial": "*fp32", "ridge": "*fp64", "loose": "*fp64", "matrix": "*fp32", "runs": "i32"}
     shape = {"D": 192, "P": 192, "B": 256, "LOOSE": True}
-    expect_sound(compile_for(kernels._gathered, partial, shape, arch), matrix=False)
+    expect_sound(compile_for(kernels.matrix_kernel, partial, shape, arch), matrix=False)
+
+
+def test_sizes_of_one_compile_too() -> None:
+    """Triton makes constants of whole numbers that are 1: one token, one run, directions of every head's own."""
+    from kvtool.kernels.leverage import triton as kernels
+
+    pointers = {name: kind for name, kind in GRAM.items() if kind != "i32"}
+    shape = {"D": 16, "P": 16, "B": kernels.TILE, "T": kernels.TOKENS, "tokens": 1, "shared": 1}
+    gram = compile_for(kernels.gram_kernel, {"directions": "*fp32", **pointers, "run": "i32"}, shape, 90)
+    expect_sound(gram, matrix=True)
+    partial = {"partial": "*fp32", "ridge": "*fp64", "matrix": "*fp32"}
+    shape = {"D": 16, "P": 16, "B": 16, "LOOSE": False, "loose": None, "runs": 1}
+    expect_sound(compile_for(kernels.matrix_kernel, partial, shape, 90), matrix=False)
+    pointers = {name: kind for name, kind in LENGTHS.items() if kind != "i32"}
+    shape = {"D": 16, "P": 16, "B": kernels.TILE, "T": kernels.TILE, "tokens": 1, "shared": 1}
+    expect_sound(compile_for(kernels.lengths_kernel, {"directions": "*fp32", **pointers}, shape, 90), matrix=True)

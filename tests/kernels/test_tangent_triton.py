@@ -54,7 +54,7 @@ def test_machine_code_of_the_products(arch: int, storage: str) -> None:
     kinds = dict.fromkeys(PLAIN, "*fp64" if wide else "*fp32") | dict.fromkeys(("keys", "directions"), f"*{storage}")
     block = kernels.WIDE_BLOCK if wide else kernels.BLOCK
     shape = {"D": 80, "DV": 80} if storage == "bf16" else {"D": 192, "DV": 128}
-    built = compile_for(kernels._tangents, {**kinds, "shifts": "i32", "tokens": "i32"}, {**shape, **block}, arch)
+    built = compile_for(kernels.tangents_kernel, {**kinds, "shifts": "i32", "tokens": "i32"}, {**shape, **block}, arch)
     expect_sound(built, matrix=not wide)
 
 
@@ -66,6 +66,15 @@ def test_machine_code_at_the_centre(arch: int) -> None:
 
     shape = {"D": 192, "P": 256, "T": kernels.TOKENS, "ACC": tl.float32}
     logits = {"centre": "*fp32", "keys": "*bf16", "logits": "*fp32", "tokens": "i32"}
-    expect_sound(compile_for(kernels._logits, logits, shape, arch), matrix=False)
+    expect_sound(compile_for(kernels.logits_kernel, logits, shape, arch), matrix=False)
     means = {"numbers": "*bf16", "weights": "*fp32", "partial": "*fp32", "tokens": "i32", "run": "i32"}
-    expect_sound(compile_for(kernels._means, means, shape, arch), matrix=False)
+    expect_sound(compile_for(kernels.means_kernel, means, shape, arch), matrix=False)
+
+
+def test_sizes_of_one_compile_too() -> None:
+    """Triton makes constants of whole numbers that are 1: one token, one shift."""
+    from kvtool.kernels.tangent import triton as kernels
+
+    kinds = dict.fromkeys((*PLAIN, "keys", "directions"), "*fp32")
+    shape = {"D": 16, "DV": 16, **kernels.BLOCK, "shifts": 1, "tokens": 1}
+    expect_sound(compile_for(kernels.tangents_kernel, kinds, shape, 90), matrix=True)

@@ -286,7 +286,7 @@ def test_evict_at_moves_the_event() -> None:
         ({"sequences": [7]}, "usage", "no sequence 7"),
         ({"evaluate": "dead"}, "usage", "--evaluate dead"),
         ({"precision": "float16"}, "usage", "--precision"),
-        ({"device": "cuda"}, "usage", "not available"),
+        ({"device": "gpu"}, "usage", "unknown"),
         ({"sinks": -1}, "usage", "negative"),
         ({"policies": ["snapkv:kernel=4"]}, "policy-parameter", "kernel"),
     ],
