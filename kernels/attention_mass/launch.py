@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvtool.kernels.device.running import Unsupported
+
 STORED = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = 2**31 - 1
+WIDEST = 256  # numbers of a key or value: more would not stay in registers
 
 
 def expect_fitting(
@@ -20,11 +23,16 @@ def expect_fitting(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
+        Unsupported: float64, or a head dimension that there is no kernel for.
     """
     queries, keys = arrays["queries"], arrays["keys"]
     for name, array in arrays.items():
         if array.ndim != 3:
             raise ValueError(f"{name} has shape {list(array.shape)}, expected three dimensions")
+        if array.dtype == torch.float64:
+            raise Unsupported("float64 was asked for, and the kernel is float32")
+        if array.shape[2] > WIDEST:
+            raise Unsupported(f"{name} of {array.shape[2]} numbers are wider than {WIDEST}")
         if array.dtype not in STORED or array.dtype != queries.dtype:
             raise ValueError(f"{name} is {array.dtype}; all must be float32, or all bfloat16, or all float16")
         if array.device != queries.device:
