@@ -52,7 +52,8 @@ def expect_fitting(
 
 def as_int32(array: Tensor) -> Tensor:
     """Contiguous, in 32 bits; what is beyond them stays beyond every row."""
-    return array.clamp(-LARGEST - 1, LARGEST).to(torch.int32).contiguous()
+    clamped: Tensor = array.clamp(-LARGEST - 1, LARGEST)
+    return clamped.to(torch.int32).contiguous()
 
 
 def in_blocks(array: Tensor, size: int, largest: bool) -> Tensor:
@@ -61,7 +62,8 @@ def in_blocks(array: Tensor, size: int, largest: bool) -> Tensor:
     blocks = -(-count // size)
     padding = array[..., -1:].expand(*array.shape[:-1], blocks * size - count)
     runs = torch.cat([array, padding], -1).unflatten(-1, (blocks, size))
-    return runs.amax(-1) if largest else runs.amin(-1)
+    found: Tensor = runs.amax(-1) if largest else runs.amin(-1)
+    return found
 
 
 def meeting(low: Tensor, high: Tensor, others_low: Tensor, others_high: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,8 +81,8 @@ def meeting(low: Tensor, high: Tensor, others_low: Tensor, others_high: Tensor) 
 
 
 def pieces(dim: int) -> tuple[int, int]:
-    """A head dimension as two powers of two, at least 16 each, the second perhaps 0: 80 = 64 + 16, 192 = 128 + 64."""
-    first = max(16, 1 << (dim.bit_length() - 1))
+    """A head dimension up to 256 as two powers of two from 16 to 128, the second perhaps 0: 80 = 64 + 16."""
+    first = min(128, max(16, 1 << (dim.bit_length() - 1)))
     rest = dim - first
     return first, 0 if rest <= 0 else max(16, power_of_two(rest))
 

@@ -212,7 +212,17 @@ def attention_mass(
     owner = torch.arange(count, device=device).repeat_interleave(group)  # the step of each query row
     seen = meeting(*_spans(first_visible[owner], steps[owner], kv_heads, size), *of_keys)
     softmax_kernel[(seen[0].shape[1], kv_heads)](
-        queries, keys, leaves, *integers, *seen, sinks, tops, denominators, *numbers_after, SINKS=sinks is not None, **options
+        queries,
+        keys,
+        leaves,
+        *integers,
+        *seen,
+        sinks,
+        tops,
+        denominators,
+        *numbers_after,
+        SINKS=sinks is not None,
+        **options,
     )
     seeing = meeting(*of_keys, *_spans(first_visible, steps, kv_heads, size))
     column_kernel[(seeing[0].shape[1], heads)](

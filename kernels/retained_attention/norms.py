@@ -21,9 +21,7 @@ def sound_values(values: Tensor) -> tuple[Tensor, Tensor | None]:
     return torch.where(sound[..., None], values, 0), ~sound
 
 
-def fill_norms(
-    found: CellErrors, part: slice, cells: slice, odds: Tensor, sums: Tensor, only_errors: bool
-) -> None:
+def fill_norms(found: CellErrors, part: slice, cells: slice, odds: Tensor, sums: Tensor, only_errors: bool) -> None:
     """Fill in the steps `part` of some cells.
 
     Args:

@@ -107,7 +107,9 @@ def retained_kernel(
         new_tops, new_denominators, new_totals = (), (), ()
         for c in tl.static_range(CELLS):
             cell = tl.minimum(first_cell + c, cells - 1)  # beyond the last cell: that one again, never written
-            leaves = tl.load(evict_steps + (cell * kv_heads + kv_head).to(tl.int64) * tokens + column, mask=inside, other=NEVER)
+            leaves = tl.load(
+                evict_steps + (cell * kv_heads + kv_head).to(tl.int64) * tokens + column, mask=inside, other=NEVER
+            )
             stays = step[:, None] < leaves[None, :]
             top_kept = tl.maximum(tops[2 * c], tl.max(tl.where(stays, logits, NOTHING), 1))
             top_gone = tl.maximum(tops[2 * c + 1], tl.max(tl.where(stays, NOTHING, logits), 1))

@@ -72,8 +72,12 @@ def scene(**given: Any) -> tuple[tuple[Tensor, ...], Case]:
 def truth(arguments: tuple[Tensor, ...], named: Case) -> dict[str, Tensor]:
     """The float64 reference, and with it |f_R|."""
     q, k, v, evict = (one.double() if one.is_floating_point() else one for one in arguments)
-    wide = {name: one.double() if isinstance(one, Tensor) and one.is_floating_point() else one
-            for name, one in named.items() if name not in ("projection", "gradients", "gradient_rows", "which")}  # fmt: skip
+    elsewhere = ("projection", "gradients", "gradient_rows", "which")
+    wide = {
+        name: one.double() if isinstance(one, Tensor) and one.is_floating_point() else one
+        for name, one in named.items()
+        if name not in elsewhere
+    }
     blocks = list(retained_attention(q, k, v, evict, **wide))
     extra = {"output_gradients": named.get("gradients"), "gradient_rows": named.get("gradient_rows")}
     projection = named.get("projection")
