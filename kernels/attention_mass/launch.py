@@ -73,7 +73,7 @@ def meeting(low: Tensor, high: Tensor, others_low: Tensor, others_high: Tensor) 
         first and last + 1 of the run, int32 [..., a]; both 0 where none meets it.
     """
     met = (others_high[..., None, :] >= low[..., None]) & (others_low[..., None, :] <= high[..., None])  # [..., a, b]
-    place = torch.arange(met.shape[-1], device=met.device)
+    place = torch.arange(met.shape[-1], dtype=torch.int32, device=met.device)
     some = met.any(-1)
     first = torch.where(met, place, met.shape[-1]).amin(-1)
     last = torch.where(met, place, -1).amax(-1)

@@ -69,6 +69,13 @@ def retained_kernel(
     PRECISION: tl.constexpr,
     UNIT: tl.constexpr,
 ):
+    """Grid (groups of cells, blocks of query rows, Hk).
+
+    In: queries [H, R, D], keys [Hk, N, D], values [Hk, N, Dv], evict_steps [C, Hk, N], steps and first_visible [R],
+    rows [N], low and high [blocks] the tiles of keys to walk over, sinks [H].
+    Out: odds [C, H, R], log of evicted over retained mass; sums [5, C, H, R], |f_V|^2, |d|^2, |d across f_V|^2,
+    f_V·f_R and |f_R|^2 with d = fE - f_R; errors [C, H, R, Dv], e = m d; outputs [H, R, Dv], f_V.
+    """
     first_cell = tl.program_id(0) * CELLS
     block = tl.program_id(1)
     kv_head = tl.program_id(2)

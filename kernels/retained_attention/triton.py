@@ -30,6 +30,7 @@ from .norms import STATISTICS, fill_norms, fill_products, hide_unsound, sound_va
 from .retained_kernel import retained_kernel
 
 SPAN_BYTES = 256 << 20  # of what the kernel writes for one run of steps
+SPAN_BLOCKS = 65535  # of query rows, the most that a grid's second axis holds
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def tiling_of(dtype: torch.dtype, dim: int, value_dim: int, major: int) -> Tilin
         return Tiling(1, 32, 32, 8, 2)
     if max(dim, value_dim) <= 64:
         return Tiling(2, 64, 16, 4, 2)
-    return Tiling(2, 32, 16 if pieces(dim)[1] else 32, 8, 2)
+    return Tiling(2, 16, 32, 4, 2) if pieces(dim)[1] else Tiling(2, 32, 32, 8, 2)
 
 
 def options_of(tiling: Tiling, dtype: torch.dtype, dim: int, value_dim: int, group: int) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def cell_errors(
     keys, values, leaves = keys.contiguous(), values.contiguous(), as_int32(evict_steps)
     vectors = projection is not None or gradients is not None
     fits = SPAN_BYTES // (4 * heads * (cells * (STATISTICS + 1) + (value_dim if vectors else 0)))
-    span = block or max(1, min(count, fits))
+    span = max(1, min(block or count, fits, SPAN_BLOCKS * 16 * kv_heads // heads))  # blocks of 16 rows or more
     together = cells
     if vectors:
         span = min(span, max(64, SPAN_BYTES // (4 * heads * value_dim * cells)))
