@@ -234,7 +234,10 @@ def options_of(dtype: torch.dtype, dim: int, group: int) -> tuple[int, dict[str,
     """Rows and keys of a square tile, and what both kernels are specialised on: tiles as large as spill no registers,
     known from ahead-of-time builds and not from timing."""
     first, second = pieces(dim)
-    size = 64 if dtype != torch.float32 and dim <= 128 else 32
+    if dtype == torch.float32:
+        size = 32 if dim <= 96 else 16
+    else:
+        size = 64 if dim <= 128 else 32
     return size, {
         "GROUP": group,
         "D": dim,

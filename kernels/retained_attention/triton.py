@@ -55,14 +55,16 @@ def tiling_of(dtype: torch.dtype, dim: int, value_dim: int, major: int) -> Tilin
     """
     wide = power_of_two(value_dim) > 128 or dim > 192
     if dtype == torch.float32:
-        return Tiling(1, 16, 16, 8, 2) if wide else Tiling(2, 16, 32, 8, 2)
+        return Tiling(1, 16, 16, 8, 2) if wide else Tiling(2, 16, 32 if dim <= 128 else 16, 8, 2)
     if major == 10:
         return Tiling(1, 64, 32, 8, 2) if wide else Tiling(2, 64, 64, 8, 2)
     if wide:
         return Tiling(1, 32, 32, 8, 2)
     if max(dim, value_dim) <= 64:
         return Tiling(2, 64, 16, 4, 2)
-    return Tiling(2, 16, 32, 4, 2) if pieces(dim)[1] else Tiling(2, 32, 32, 8, 2)
+    if pieces(dim)[1] or dtype == torch.float16:  # room for what is masked, and for lifted weights
+        return Tiling(2, 16, 32, 4, 2)
+    return Tiling(2, 32, 32, 8, 2)
 
 
 def options_of(tiling: Tiling, dtype: torch.dtype, dim: int, value_dim: int, group: int) -> dict[str, Any]:
