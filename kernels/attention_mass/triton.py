@@ -234,6 +234,7 @@ def options_of(dtype: torch.dtype, dim: int, group: int) -> tuple[int, dict[str,
     """Rows and keys of a square tile, and what both kernels are specialised on: tiles as large as spill no registers,
     known from ahead-of-time builds and not from timing."""
     first, second = pieces(dim)
+    wide = dtype == torch.float32 and dim > 128
     if dtype == torch.float32:
         size = 32 if dim <= 96 else 16
     else:
@@ -247,8 +248,8 @@ def options_of(dtype: torch.dtype, dim: int, group: int) -> tuple[int, dict[str,
         "BLOCK_N": size,
         "UPCAST": INTERPRETED and dtype == torch.bfloat16,  # the interpreter multiplies the bits of bfloat16
         "PRECISION": "tf32x3" if dtype == torch.float32 and not INTERPRETED else "ieee",
-        "num_warps": 4,
-        "num_stages": 2,
+        "num_warps": 8 if wide else 4,
+        "num_stages": 1 if wide else 2,
     }
 
 

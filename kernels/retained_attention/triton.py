@@ -62,9 +62,9 @@ def tiling_of(dtype: torch.dtype, dim: int, value_dim: int, major: int) -> Tilin
         return Tiling(1, 32, 32, 8, 2)
     if max(dim, value_dim) <= 64:
         return Tiling(2, 64, 16, 4, 2)
-    if pieces(dim)[1] or dtype == torch.float16:  # room for what is masked, and for lifted weights
+    if pieces(dim)[1]:
         return Tiling(2, 16, 32, 4, 2)
-    return Tiling(2, 32, 32, 8, 2)
+    return Tiling(2, 32, 16 if dtype == torch.float16 else 32, 8, 2)
 
 
 def options_of(tiling: Tiling, dtype: torch.dtype, dim: int, value_dim: int, group: int) -> dict[str, Any]:
