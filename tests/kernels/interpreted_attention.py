@@ -211,6 +211,23 @@ def special() -> dict[str, Any]:
     return told
 
 
+def through_the_doors() -> dict[str, Any]:
+    """Both operations as the rest of the program calls them, with a card in use."""
+    from kvtool.kernels.attention_mass import attention_mass
+    from kvtool.kernels.device import find_card, using
+    from kvtool.kernels.retained_attention import cell_errors
+
+    arguments, named = scene(tokens=40, vectors=True)
+    q, k, keep = mass_case(tokens=40)
+    with using(find_card("interpreter")) as running:
+        found = cell_errors(*arguments, **named)
+        attention_mass(q, k, **keep)
+        attention_mass(q.double(), k.double(), **keep)
+    assert running is not None
+    worst = max(differences(found, truth(arguments, named), arguments, named).values())
+    return {"counts": running.log.counts, "worst": worst}
+
+
 def mass_case(**given: Any) -> tuple[Tensor, Tensor, Case]:
     ragged = given.pop("ragged", False)
     evicted = given.pop("evicted", False)

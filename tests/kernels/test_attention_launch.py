@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("kvtool.kernels.attention_mass.launch")
-
 from kvtool.kernels.attention_mass.launch import as_int32, in_blocks, meeting, pieces, power_of_two
 
 

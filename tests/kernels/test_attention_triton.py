@@ -125,6 +125,14 @@ def test_mass_of_what_nobody_sees_and_of_many_queries() -> None:
     assert found["long"] < 75 * 1e-6
 
 
+def test_a_card_in_use_runs_them_and_float64_stays_on_the_cpu() -> None:
+    found = interpreted(FILE, "through_the_doors")
+    assert found["worst"] <= ROUNDING
+    assert found["counts"]["retained_attention"] == {"triton": 1, "cpu": 0, "reasons": {}}
+    assert found["counts"]["attention_mass"]["triton"] == found["counts"]["attention_mass"]["cpu"] == 1
+    assert any("float64" in reason for reason in found["counts"]["attention_mass"]["reasons"])
+
+
 def test_without_triton_only_the_triton_modules_are_missing() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
