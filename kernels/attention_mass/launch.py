@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvtool.kernels.device.running import Unsupported
+
 STORED = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = 2**31 - 1
+WIDEST = 256  # numbers of a key or value: more would not stay in registers
 
 
 def expect_fitting(
@@ -20,11 +23,16 @@ def expect_fitting(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
+        Unsupported: float64, or a head dimension that there is no kernel for.
     """
     queries, keys = arrays["queries"], arrays["keys"]
     for name, array in arrays.items():
         if array.ndim != 3:
             raise ValueError(f"{name} has shape {list(array.shape)}, expected three dimensions")
+        if array.dtype == torch.float64:
+            raise Unsupported("float64 was asked for, and the kernel is float32")
+        if array.shape[2] > WIDEST:
+            raise Unsupported(f"{name} of {array.shape[2]} numbers are wider than {WIDEST}")
         if array.dtype not in STORED or array.dtype != queries.dtype:
             raise ValueError(f"{name} is {array.dtype}; all must be float32, or all bfloat16, or all float16")
         if array.device != queries.device:
@@ -44,7 +52,8 @@ def expect_fitting(
 
 def as_int32(array: Tensor) -> Tensor:
     """Contiguous, in 32 bits; what is beyond them stays beyond every row."""
-    return array.clamp(-LARGEST - 1, LARGEST).to(torch.int32).contiguous()
+    clamped: Tensor = array.clamp(-LARGEST - 1, LARGEST)
+    return clamped.to(torch.int32).contiguous()
 
 
 def in_blocks(array: Tensor, size: int, largest: bool) -> Tensor:
@@ -53,7 +62,8 @@ def in_blocks(array: Tensor, size: int, largest: bool) -> Tensor:
     blocks = -(-count // size)
     padding = array[..., -1:].expand(*array.shape[:-1], blocks * size - count)
     runs = torch.cat([array, padding], -1).unflatten(-1, (blocks, size))
-    return runs.amax(-1) if largest else runs.amin(-1)
+    found: Tensor = runs.amax(-1) if largest else runs.amin(-1)
+    return found
 
 
 def meeting(low: Tensor, high: Tensor, others_low: Tensor, others_high: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +73,7 @@ def meeting(low: Tensor, high: Tensor, others_low: Tensor, others_high: Tensor) 
         first and last + 1 of the run, int32 [..., a]; both 0 where none meets it.
     """
     met = (others_high[..., None, :] >= low[..., None]) & (others_low[..., None, :] <= high[..., None])  # [..., a, b]
-    place = torch.arange(met.shape[-1], device=met.device)
+    place = torch.arange(met.shape[-1], dtype=torch.int32, device=met.device)
     some = met.any(-1)
     first = torch.where(met, place, met.shape[-1]).amin(-1)
     last = torch.where(met, place, -1).amax(-1)
@@ -71,8 +81,8 @@ def meeting(low: Tensor, high: Tensor, others_low: Tensor, others_high: Tensor) 
 
 
 def pieces(dim: int) -> tuple[int, int]:
-    """A head dimension as two powers of two, at least 16 each, the second perhaps 0: 80 = 64 + 16, 192 = 128 + 64."""
-    first = max(16, 1 << (dim.bit_length() - 1))
+    """A head dimension up to 256 as two powers of two from 16 to 128, the second perhaps 0: 80 = 64 + 16."""
+    first = min(128, max(16, 1 << (dim.bit_length() - 1)))
     rest = dim - first
     return first, 0 if rest <= 0 else max(16, power_of_two(rest))
 

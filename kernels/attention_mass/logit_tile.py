@@ -19,7 +19,9 @@ def load_rows(base, index, valid, column: tl.constexpr, width: tl.constexpr, dim
 
 
 @triton.jit
-def load_columns(base, index, valid, column: tl.constexpr, width: tl.constexpr, dim: tl.constexpr, UPCAST: tl.constexpr):
+def load_columns(
+    base, index, valid, column: tl.constexpr, width: tl.constexpr, dim: tl.constexpr, UPCAST: tl.constexpr
+):
     """The same, transposed: [width, n]."""
     at = column + tl.arange(0, width)
     tile = tl.load(base + index[None, :] * dim + at[:, None], mask=valid[None, :] & (at < dim)[:, None], other=0.0)

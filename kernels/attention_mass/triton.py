@@ -208,13 +208,22 @@ def attention_mass(
     numbers_after = (count, tokens, float(scale), 1.0 if softcap is None else float(softcap))
     size, options = options_of(queries.dtype, dim, group)
     options |= {"SOFTCAP": softcap is not None, "EVICTED": leaves is not None}
-    of_keys = (in_blocks(rows, size, largest=False), in_blocks(rows, size, largest=True))  # [Hk, tiles]
     owner = torch.arange(count, device=device).repeat_interleave(group)  # the step of each query row
-    seen = meeting(*_spans(first_visible[owner], steps[owner], kv_heads, size), *of_keys)
+    seen = _seen(_span(first_visible[owner], steps[owner], size), rows, size, of_queries=True)
     softmax_kernel[(seen[0].shape[1], kv_heads)](
-        queries, keys, leaves, *integers, *seen, sinks, tops, denominators, *numbers_after, SINKS=sinks is not None, **options
+        queries,
+        keys,
+        leaves,
+        *integers,
+        *seen,
+        sinks,
+        tops,
+        denominators,
+        *numbers_after,
+        SINKS=sinks is not None,
+        **options,
     )
-    seeing = meeting(*of_keys, *_spans(first_visible, steps, kv_heads, size))
+    seeing = _seen(_span(first_visible, steps, size), rows, size, of_queries=False)
     column_kernel[(seeing[0].shape[1], heads)](
         queries, keys, leaves, *integers, *seeing, tops, denominators, mass, *numbers_after, **options
     )
@@ -225,7 +234,11 @@ def options_of(dtype: torch.dtype, dim: int, group: int) -> tuple[int, dict[str,
     """Rows and keys of a square tile, and what both kernels are specialised on: tiles as large as spill no registers,
     known from ahead-of-time builds and not from timing."""
     first, second = pieces(dim)
-    size = 64 if dtype != torch.float32 and dim <= 128 else 32
+    wide = dtype == torch.float32 and dim > 128
+    if dtype == torch.float32:
+        size = 32 if dim <= 96 else 16
+    else:
+        size = 64 if dim <= 128 else 32
     return size, {
         "GROUP": group,
         "D": dim,
@@ -235,12 +248,21 @@ def options_of(dtype: torch.dtype, dim: int, group: int) -> tuple[int, dict[str,
         "BLOCK_N": size,
         "UPCAST": INTERPRETED and dtype == torch.bfloat16,  # the interpreter multiplies the bits of bfloat16
         "PRECISION": "tf32x3" if dtype == torch.float32 and not INTERPRETED else "ieee",
-        "num_warps": 4,
-        "num_stages": 2,
+        "num_warps": 8 if wide else 4,
+        "num_stages": 1 if wide else 2,
     }
 
 
-def _spans(first_visible: Tensor, steps: Tensor, kv_heads: int, size: int) -> tuple[Tensor, Tensor]:
-    """Oldest and newest row that the queries of each block can see, [Hk, blocks]."""
-    oldest = in_blocks(first_visible, size, largest=False).expand(kv_heads, -1)
-    return oldest, in_blocks(steps, size, largest=True).expand(kv_heads, -1)
+def _span(first_visible: Tensor, steps: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Oldest and newest row that the queries of each block can see, [blocks]."""
+    return in_blocks(first_visible, size, largest=False), in_blocks(steps, size, largest=True)
+
+
+def _seen(span: tuple[Tensor, Tensor], rows: Tensor, size: int, of_queries: bool) -> tuple[Tensor, Tensor]:
+    """Which tiles of keys each block of queries walks over, or the other way round; int32 [Hk, blocks] each."""
+    runs = []
+    for head in rows if rows.stride(0) else rows[:1]:  # one pool for all, or one for each KV head
+        tiles = (in_blocks(head, size, largest=False), in_blocks(head, size, largest=True))
+        runs.append(meeting(*span, *tiles) if of_queries else meeting(*tiles, *span))
+    first, last = (torch.stack(ends).expand(len(rows), -1).contiguous() for ends in zip(*runs, strict=True))
+    return first, last

@@ -21,9 +21,7 @@ def sound_values(values: Tensor) -> tuple[Tensor, Tensor | None]:
     return torch.where(sound[..., None], values, 0), ~sound
 
 
-def fill_norms(
-    found: CellErrors, part: slice, cells: slice, odds: Tensor, sums: Tensor, only_errors: bool
-) -> None:
+def fill_norms(found: CellErrors, part: slice, cells: slice, odds: Tensor, sums: Tensor, only_errors: bool) -> None:
     """Fill in the steps `part` of some cells.
 
     Args:
@@ -83,8 +81,9 @@ def hide_unsound(
         touched: [C, H, R] bool, where something visible is evicted; elsewhere the error stays exactly 0.
         unsound: [Hk, N] bool; the kernel took zeros for their values.
     """
-    visible = (rows[:, None] <= steps) & (rows[:, None] >= first_visible)  # [N, R]
-    blind = unsound.double() @ visible.double() > 0  # [Hk, R]
+    bad = unsound.any(0).nonzero()[:, 0]
+    seen = (rows[bad, None] <= steps) & (rows[bad, None] >= first_visible)  # [bad, R]
+    blind = unsound[:, bad].double() @ seen.double() > 0  # [Hk, R]
     blind = blind.repeat_interleave(touched.shape[1] // len(blind), 0)  # [H, R]
     nan = float("nan")
     found.squared_output.masked_fill_(blind, nan)

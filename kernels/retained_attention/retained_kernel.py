@@ -69,6 +69,13 @@ def retained_kernel(
     PRECISION: tl.constexpr,
     UNIT: tl.constexpr,
 ):
+    """Grid (groups of cells, blocks of query rows, Hk).
+
+    In: queries [H, R, D], keys [Hk, N, D], values [Hk, N, Dv], evict_steps [C, Hk, N], steps and first_visible [R],
+    rows [N], low and high [blocks] the tiles of keys to walk over, sinks [H].
+    Out: odds [C, H, R], log of evicted over retained mass; sums [5, C, H, R], |f_V|^2, |d|^2, |d across f_V|^2,
+    f_V·f_R and |f_R|^2 with d = fE - f_R; errors [C, H, R, Dv], e = m d; outputs [H, R, Dv], f_V.
+    """
     first_cell = tl.program_id(0) * CELLS
     block = tl.program_id(1)
     kv_head = tl.program_id(2)
@@ -107,7 +114,9 @@ def retained_kernel(
         new_tops, new_denominators, new_totals = (), (), ()
         for c in tl.static_range(CELLS):
             cell = tl.minimum(first_cell + c, cells - 1)  # beyond the last cell: that one again, never written
-            leaves = tl.load(evict_steps + (cell * kv_heads + kv_head).to(tl.int64) * tokens + column, mask=inside, other=NEVER)
+            leaves = tl.load(
+                evict_steps + (cell * kv_heads + kv_head).to(tl.int64) * tokens + column, mask=inside, other=NEVER
+            )
             stays = step[:, None] < leaves[None, :]
             top_kept = tl.maximum(tops[2 * c], tl.max(tl.where(stays, logits, NOTHING), 1))
             top_gone = tl.maximum(tops[2 * c + 1], tl.max(tl.where(stays, NOTHING, logits), 1))

@@ -24,11 +24,13 @@ from kvtool.kernels.attention_mass.launch import (
     pieces,
     power_of_two,
 )
+
 from .errors import CellErrors, Which
 from .norms import STATISTICS, fill_norms, fill_products, hide_unsound, sound_values
 from .retained_kernel import retained_kernel
 
 SPAN_BYTES = 256 << 20  # of what the kernel writes for one run of steps
+SPAN_BLOCKS = 65535  # of query rows, the most that a grid's second axis holds
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,16 @@ def tiling_of(dtype: torch.dtype, dim: int, value_dim: int, major: int) -> Tilin
     """
     wide = power_of_two(value_dim) > 128 or dim > 192
     if dtype == torch.float32:
-        return Tiling(1, 16, 16, 8, 2) if wide else Tiling(2, 16, 32, 8, 2)
+        return Tiling(1, 16, 16, 8, 2) if wide else Tiling(2, 16, 32 if dim <= 128 else 16, 8, 2)
     if major == 10:
         return Tiling(1, 64, 32, 8, 2) if wide else Tiling(2, 64, 64, 8, 2)
     if wide:
         return Tiling(1, 32, 32, 8, 2)
     if max(dim, value_dim) <= 64:
         return Tiling(2, 64, 16, 4, 2)
-    return Tiling(2, 32, 32 if dim <= 128 else 16, 8, 2)
+    if pieces(dim)[1]:
+        return Tiling(2, 16, 32, 4, 2)
+    return Tiling(2, 32, 16 if dtype == torch.float16 else 32, 8, 2)
 
 
 def options_of(tiling: Tiling, dtype: torch.dtype, dim: int, value_dim: int, group: int) -> dict[str, Any]:
@@ -120,7 +124,7 @@ def cell_errors(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    (heads, count, dim), (kv_heads, tokens, _) = queries.shape, keys.shape
+    (heads, count, _), (kv_heads, tokens, _) = queries.shape, keys.shape
     cells = len(evict_steps)
     expect_fitting(
         {"queries": queries, "keys": keys, "values": values},
@@ -143,7 +147,7 @@ def cell_errors(
     keys, values, leaves = keys.contiguous(), values.contiguous(), as_int32(evict_steps)
     vectors = projection is not None or gradients is not None
     fits = SPAN_BYTES // (4 * heads * (cells * (STATISTICS + 1) + (value_dim if vectors else 0)))
-    span = block or max(1, min(count, fits))
+    span = max(1, min(block or count, fits, SPAN_BLOCKS * 16 * kv_heads // heads))  # blocks of 16 rows or more
     together = cells
     if vectors:
         span = min(span, max(64, SPAN_BYTES // (4 * heads * value_dim * cells)))
@@ -167,7 +171,7 @@ def cell_errors(
             )
             touched[some, :, part] = odds != float("-inf")
             fill_norms(found, part, some, odds, sums, which == "errors")
-            if vectors:
+            if errors is not None and outputs is not None:
                 fill_products(found, part, some, errors, outputs, projection, gradients, gradient_rows)
     if unsound is not None:
         hide_unsound(found, touched, unsound, steps, rows, first_visible)
@@ -182,9 +186,13 @@ def _blank(
     def nothing(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
+    error, mass, gap, cosine = (nothing(cells, heads, count) for _ in range(4))
     return CellErrors(
         nothing(heads, count),
-        *(nothing(cells, heads, count) for _ in range(4)),
+        error,
+        mass,
+        gap,
+        cosine,
         None if projection is None else nothing(count),
         None if projection is None else nothing(cells, count),
         None if gradients is None else nothing(cells, len(gradients), heads, count, dtype=torch.float32),
