@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtool.cli import schedules
+from kvtool.errors import KvtoolError
 
 
 def command(
@@ -79,6 +80,12 @@ def command(
     ] = None,
     device: Annotated[str, typer.Option(help="auto or cpu: the plain torch reference.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that share the layers, one thread each. Default: this one alone.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Address of a Dask scheduler whose workers share the layers; needs -o.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for Parquet tables; resumes there.")
     ] = None,
@@ -95,6 +102,8 @@ def command(
     from kvtool.report.terminal_landmarks import landmark_tables
     from kvtool.words import parse_ids
 
+    if threads not in (None, 1) and (workers is not None or cluster is not None):
+        raise KvtoolError("usage", f"--threads {threads}: a worker has one thread", "leave --threads out")
     use_threads(threads)
     with progress_on_terminal("replay") as progress:
         result = replay(
@@ -134,6 +143,8 @@ def command(
             keep=keep,
             metrics=metric or (),
             device=device,
+            workers=workers,
+            cluster=cluster,
             output=output,
             force=force,
             progress=progress,

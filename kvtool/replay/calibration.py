@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
+from kvtool.files import located
 from kvtool.layer import Geometry, Layer
 from kvtool.trace import Trace, open_trace
 
@@ -27,7 +28,7 @@ class Calibration:
     @classmethod
     def open(cls, name: str) -> Calibration:
         """Raises: KvtoolError, code `trace-lacks` for a trace without gradients, and what opening a trace raises."""
-        trace = open_trace(name)
+        trace = open_trace(located(name))
         if not any(sequence.gradients for sequence in trace.sequences):
             raise KvtoolError(
                 "trace-lacks", f"the calibration trace {name} has no gradients", "capture it with --gradients 4"

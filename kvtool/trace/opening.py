@@ -19,7 +19,7 @@ from kvtool.trace.publish import WRITING, siblings
 from kvtool.trace.reader import Sequence, Trace
 
 
-def open_trace(path: str | os.PathLike[str]) -> Trace:
+def open_trace(path: str | os.PathLike[str], *, online: bool = False) -> Trace:
     """Open a trace: format, commit file, lengths of all files and safety of all metadata are checked.
 
     Contents of arrays are compared with their checksums when they are read, and all at once by

@@ -46,6 +46,11 @@ class Trace:
         """The trace digest."""
         return self.commit.digest
 
+    @property
+    def address(self) -> str:
+        """Where another process finds it: an absolute path, or the address that it was opened at."""
+        return str(self.path.absolute())
+
     @cached_property
     def layer_ids(self) -> list[int]:
         """Every layer that some sequence holds, ascending; ids are the model's own."""
