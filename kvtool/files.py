@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvtool.errors import KvtoolError
 
-_elsewhere: ContextVar[Mapping[str, str]] = ContextVar("kvtool_elsewhere", default={})
+_elsewhere: ContextVar[Mapping[str, str] | None] = ContextVar("kvtool_elsewhere", default=None)
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def named_elsewhere(places: Mapping[str, str]) -> Iterator[None]:
 
 def located(typed: str | os.PathLike[str]) -> Path:
     """Where the file or folder lies that somebody named."""
-    return Path(_elsewhere.get().get(os.fspath(typed), os.fspath(typed)))
+    return Path((_elsewhere.get() or {}).get(os.fspath(typed), os.fspath(typed)))
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

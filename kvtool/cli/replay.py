@@ -12,7 +12,7 @@ from kvtool.errors import KvtoolError
 
 
 def command(
-    trace: Annotated[Path, typer.Argument(help="A trace written by kvtool capture or kvtool import.")],
+    trace: Annotated[str, typer.Argument(help="A trace of kvtool capture or import, or with --online its address.")],
     policy: Annotated[
         list[str] | None,
         typer.Option("-p", "--policy", help="name:key=value,… or file.py:Class; repeatable; 'all' is every built-in."),
@@ -86,6 +86,7 @@ def command(
     cluster: Annotated[
         str | None, typer.Option(help="Address of a Dask scheduler whose workers share the layers; needs -o.")
     ] = None,
+    online: Annotated[bool, typer.Option("--online", help="The trace may lie at an address, such as s3://….")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for Parquet tables; resumes there.")
     ] = None,
@@ -145,6 +146,7 @@ def command(
             device=device,
             workers=workers,
             cluster=cluster,
+            online=online,
             output=output,
             force=force,
             progress=progress,

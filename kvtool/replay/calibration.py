@@ -11,6 +11,7 @@ from kvtool.errors import KvtoolError
 from kvtool.files import located
 from kvtool.layer import Geometry, Layer
 from kvtool.trace import Trace, open_trace
+from kvtool.trace.remote import is_address
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,8 @@ class Calibration:
     @classmethod
     def open(cls, name: str) -> Calibration:
         """Raises: KvtoolError, code `trace-lacks` for a trace without gradients, and what opening a trace raises."""
+        if is_address(name):
+            raise KvtoolError("usage", f"the calibration trace {name} is an address", "fetch it, and give its folder")
         trace = open_trace(located(name))
         if not any(sequence.gradients for sequence in trace.sequences):
             raise KvtoolError(

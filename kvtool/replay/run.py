@@ -107,25 +107,25 @@ def replay(
     if device not in ("auto", "cpu"):
         raise KvtoolError("usage", f"--device {device} is not available in this version", "known: auto, cpu")
     crew = Crew.of(workers, cluster, output, note)
-    asked: dict[str, Any] = dict(
-        policies=policies,
-        ratios=ratios,
-        budgets=budgets,
-        schedules=schedules,
-        evict_at=evict_at,
-        sinks=sinks,
-        window=window,
-        prefix=prefix,
-        deadline_ms=deadline_ms,
-        telemetry=telemetry,
-        bin_steps=bin_steps,
-        evaluate=evaluate,
-        precision=precision,
-        kl_windows=kl_windows if isinstance(kl_windows, int) else tuple(kl_windows),
-        token_shares=token_shares,
-        decompose=asked_for(decompose, center=center, horizon=horizon, samples=samples, pool=pool, keep=keep),
-        metrics=metrics,
-    )
+    asked: dict[str, Any] = {
+        "policies": policies,
+        "ratios": ratios,
+        "budgets": budgets,
+        "schedules": schedules,
+        "evict_at": evict_at,
+        "sinks": sinks,
+        "window": window,
+        "prefix": prefix,
+        "deadline_ms": deadline_ms,
+        "telemetry": telemetry,
+        "bin_steps": bin_steps,
+        "evaluate": evaluate,
+        "precision": precision,
+        "kl_windows": kl_windows if isinstance(kl_windows, int) else tuple(kl_windows),
+        "token_shares": token_shares,
+        "decompose": asked_for(decompose, center=center, horizon=horizon, samples=samples, pool=pool, keep=keep),
+        "metrics": metrics,
+    }
     plan = make_plan(**asked)
     with place_for(crew, output, force) as (store, kept), one_thread(crew):
         opened = trace if isinstance(trace, Trace) else open_trace(trace, online=online)

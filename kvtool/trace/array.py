@@ -111,6 +111,11 @@ def _chunks(info: ArrayInfo, head: int | None) -> Iterator[tuple[int, ...]]:
     return (index for index in np.ndindex(*info.grid) if head is None or index[0] == head)
 
 
+def chunk_files(info: ArrayInfo, head: int | None = None) -> list[str]:
+    """The files below the trace that reading an array, or one head of it, opens."""
+    return ["/".join([info.path, "c", *map(str, index)]) for index in _chunks(info, head)]
+
+
 def damaged(root: Path, name: str, what: str) -> KvtoolError:
     """The error for a file that is not what was written."""
     return KvtoolError(
