@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,22 +45,19 @@ def first_counted(view: View, exclude: int) -> int:
     return max(0, min(exclude, view.step - 1))
 
 
-def statistics_of(queries: Tensor, shares: Tensor | None = None) -> QueryStatistics:
-    """Mean and covariance of `queries` [H, n, D], each weighted by `shares` [n] that add up to 1, or evenly."""
-    heads, count, dim = queries.shape
-    mean = torch.empty(heads, dim, dtype=torch.float64)
-    covariance = torch.empty(heads, dim, dim, dtype=torch.float64)
-    for head in range(heads):  # one head in float64 at a time: a whole layer of them would double the memory
-        wide = queries[head].to(torch.float64)
-        if shares is None:
-            mean[head] = wide.mean(0)
-            centred = wide - mean[head]
-            covariance[head] = centred.T @ centred / count
-        else:
-            mean[head] = shares @ wide
-            centred = wide - mean[head]
-            covariance[head] = centred.T @ (shares[:, None] * centred)
-    return QueryStatistics(mean, covariance)
+def statistics_of(queries: Iterable[Tensor], shares: Tensor | None = None) -> QueryStatistics:
+    """Mean and covariance of `queries` [H, n, D], or H of them [n, D], each weighted by `shares` [n] that add up to 1,
+    or evenly."""
+    means, covariances = [], []
+    for head in queries:  # one head in float64 at a time: a whole layer of them would double the memory
+        wide = head.to(torch.float64)
+        mean = wide.mean(0) if shares is None else shares @ wide
+        centred = wide - mean
+        weighted = centred if shares is None else shares[:, None] * centred
+        covariance = centred.T @ weighted
+        means.append(mean)
+        covariances.append(covariance / len(wide) if shares is None else covariance)
+    return QueryStatistics(torch.stack(means), torch.stack(covariances))
 
 
 def past_statistics(view: View, source: StatisticsSource, exclude: int) -> QueryStatistics:
@@ -70,7 +68,7 @@ def past_statistics(view: View, source: StatisticsSource, exclude: int) -> Query
     Args:
         source: `rope_mean` un-rotates the queries, `prompt` takes them as they were used.
     """
-    read = view.queries if source == "prompt" else view.unrotated_queries
+    read = view.queries if source == "prompt" else view.unrotated_by_head
     return statistics_of(read(first_counted(view, exclude), view.step))
 
 

@@ -134,7 +134,8 @@ class Cluster:
         Raises:
             KvtoolError: code `worker-differs`, naming one worker.
         """
-        word, probe = secrets.token_hex(16), self._store.folder / f"probe-{secrets.token_hex(4)}"
+        word = secrets.token_hex(16)
+        probe = self._store.folder.absolute() / f"probe-{secrets.token_hex(4)}"
         with writing(probe):
             probe.write_text(word)
         try:

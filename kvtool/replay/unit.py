@@ -217,7 +217,7 @@ def _refuse_nonsense(layer: Layer, sequence: int) -> None:
     if layer.geometry.sink_logits is not None:
         arrays["sink_logits"] = layer.geometry.sink_logits
     for name, array in arrays.items():
-        if not bool(torch.isfinite(array).all()):
+        if not all(bool(torch.isfinite(part).all()) for part in array):  # of all at once: a copy of the whole
             raise KvtoolError(
                 "not-finite",
                 f"{name} of sequence {sequence}, layer {layer.geometry.layer} hold NaN or infinity",

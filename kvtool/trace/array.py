@@ -15,6 +15,7 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
+import torch
 import zarr
 from torch import Tensor
 from zarr.codecs import Crc32cCodec, ZstdCodec
@@ -76,18 +77,29 @@ def write_heads(
             array[h, start : start + step] = rows[start : start + step]
 
 
-def read_array(root: Path, info: ArrayInfo, entries: Mapping[str, Entry], head: int | None = None) -> Tensor:
-    """A stored array as a tensor in its stored dtype, the checksum of every chunk that is read compared.
+def read_array(
+    root: Path,
+    info: ArrayInfo,
+    entries: Mapping[str, Entry],
+    head: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A stored array as a tensor, the checksum of every chunk that is read compared.
 
     Args:
         head: read this one alone, [1, ...]; for arrays whose chunks hold one head each.
+        dtype: of the tensor, None for the stored one. Chunks are converted as they come: never is there a second
+            copy of the whole.
 
     Raises:
         KvtoolError: code `trace-damaged`, naming the chunk.
     """
     if info.compressed:
-        return to_torch(_read_frames(root, info, entries, head), info.logical)
-    out = np.empty(info.shape if head is None else (1, *info.shape[1:]), dtype=info.dtype)
+        found = to_torch(_read_frames(root, info, entries, head), info.logical)
+        return found if dtype is None else found.to(dtype)
+    shape = info.shape if head is None else (1, *info.shape[1:])
+    stored = np.empty(shape if dtype is None else 0, dtype=info.dtype)
+    converted = torch.empty(0 if dtype is None else shape, dtype=dtype)
     for index in _chunks(info, head):
         name = "/".join([info.path, "c", *map(str, index)])
         raw = _map_file(root, name, entries[name].length)
@@ -100,8 +112,12 @@ def read_array(root: Path, info: ArrayInfo, entries: Mapping[str, Entry], head: 
             slice(i * step, min((i + 1) * step, size))
             for i, step, size in zip(index, info.chunk, info.shape, strict=True)
         )
-        out[inside] = block[tuple(slice(0, part.stop - part.start) for part in inside)]
-    return to_torch(out, info.logical)
+        rows = block[tuple(slice(0, part.stop - part.start) for part in inside)]
+        if dtype is None:
+            stored[inside] = rows
+        else:
+            converted[inside] = to_torch(rows.copy(), info.logical)
+    return to_torch(stored, info.logical) if dtype is None else converted
 
 
 def _chunks(info: ArrayInfo, head: int | None) -> Iterator[tuple[int, ...]]:

@@ -142,14 +142,17 @@ class Sequence:
             return projection_path(layer)
         return f"{sequence_path(self.index) if layer is None else layer_path(self.index, layer)}/{name}"
 
-    def array(self, name: str, layer: int | None = None, head: int | None = None) -> Tensor:
-        """A stored array, or one `head` of it [1, ...], in its stored dtype, read anew, checksums compared."""
+    def array(
+        self, name: str, layer: int | None = None, head: int | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A stored array, or one `head` of it [1, ...], in its stored dtype or in `dtype`, read anew, checksums
+        compared."""
         info, mirror = self.trace.tree.arrays[self._array_path(name, layer)], self.trace.mirror
         if mirror is None:
-            return read_array(self.trace.path, info, self.trace.commit.entries, head)
+            return read_array(self.trace.path, info, self.trace.commit.entries, head, dtype)
         with mirror.speaking():
             mirror.need(chunk_files(info, head))
-            return read_array(self.trace.path, info, self.trace.commit.entries, head)
+            return read_array(self.trace.path, info, self.trace.commit.entries, head, dtype)
 
     def head(self, name: str, layer: int, head: int) -> Tensor:
         """[n, dim] of one head of a layer's own `queries`, `keys` (rotated), `values` or `output_sample`."""
@@ -219,9 +222,9 @@ class Sequence:
         geometry = self.geometry(layer_id)
         donor = layer_id if geometry.kv_source is None else geometry.kv_source
         loaders: dict[str, Callable[[], Tensor]] = {
-            "queries": lambda: self.array("queries", layer_id),
-            "keys": lambda: self._keys(donor),
-            "values": lambda: self.array("values", donor),
+            "queries": lambda: self.array("queries", layer_id, dtype=dtype),
+            "keys": lambda: self._keys(donor, dtype=dtype),
+            "values": lambda: self.array("values", donor, dtype=dtype),
         }
         for name in ("output_projection", "output_sample", "output_gradients"):
             if self.has_array(name, layer_id):
@@ -272,10 +275,10 @@ class Sequence:
             raise KvtoolError("trace-unsafe", f"layer {layer_id} of sequence {self.index} has {fault}")
         return steps
 
-    def _keys(self, donor: int, head: int | None = None) -> Tensor:
-        keys = self.array("keys", donor, head)
+    def _keys(self, donor: int, head: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if self.parsed[donor][1]:
-            return keys
+            return self.array("keys", donor, head, dtype)
+        keys = self.array("keys", donor, head)
         rotation = self.geometry(donor).rotation
         if rotation == "none":
             return keys

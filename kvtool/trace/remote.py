@@ -130,17 +130,11 @@ class Mirror:
                 return self._copy(name, expected)
             except KvtoolError:
                 raise
-            except FileNotFoundError:
-                if expected is None:
-                    raise KvtoolError(
-                        "file-missing",
-                        f"{self.address} holds no kvtool trace: there is no {COMMIT}",
-                        "check the address",
-                    ) from None
-                raise self._damaged(name, "is missing") from None
             except Exception as error:  # every filesystem of fsspec has exceptions of its own
+                if _tells_absence(error):
+                    raise self._absent(name, expected) from None
                 if attempt + 1 == TRIES:
-                    words = " ".join(str(error).split())[:200]
+                    words = " ".join(f"{error.__cause__ or error}".split())[:200]
                     raise KvtoolError(
                         "file-missing",
                         f"{self.address}: {name} cannot be fetched: {type(error).__name__}: {words}",
@@ -148,6 +142,12 @@ class Mirror:
                     ) from error
                 time.sleep(0.5 * 2**attempt)
         raise AssertionError("every try returns or raises")
+
+    def _absent(self, name: str, expected: Entry | None) -> KvtoolError:
+        if expected is not None:
+            return self._damaged(name, "is missing")
+        said = f"{self.address} holds no kvtool trace: there is no {COMMIT}"
+        return KvtoolError("file-missing", said, "check the address")
 
     def _copy(self, name: str, expected: Entry | None) -> None:
         most = MOST_COMMIT_BYTES if expected is None else expected.length
@@ -172,6 +172,14 @@ class Mirror:
 
     def _damaged(self, name: str, what: str) -> KvtoolError:
         return KvtoolError("trace-damaged", f"{self.address} is damaged: {name}: {what}", "write or upload it again")
+
+
+def _tells_absence(error: Exception) -> bool:
+    """Whether a filesystem says that a file is not there; over HTTP it says so too where nobody answers at all."""
+    if not isinstance(error, FileNotFoundError):
+        return False
+    cause = error.__cause__
+    return cause is None or isinstance(cause, FileNotFoundError | KeyError) or getattr(cause, "status", 0) in (404, 410)
 
 
 def _filesystem(address: str) -> tuple[Any, str]:
