@@ -27,7 +27,7 @@ CODES: dict[str, str] = {
     "model-differs": "a model that is not the one whose run the trace holds",
     "not-reproduced": "a model whose predictions move although nothing was evicted: the closed loop measures nothing",
     "prompt": "a prompt or text that is empty, too short, too long, or not readable as what it should be",
-    "memory": "more memory than --max-memory allows",
+    "memory": "more memory than --max-memory allows, or than the machine has for --workers",
     "overflow": "a value that the stored dtype cannot hold",
     "result-damaged": "a result folder with a file that is missing, truncated or altered",
     "trace-lacks": "the trace does not hold something the policy or metric needs",

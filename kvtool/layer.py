@@ -103,8 +103,8 @@ class Layer:
         positions: [T] int64 rotary positions.
         query_steps: [Tq] int64 ascending rows whose queries are stored.
         prompt_digest: hex digest that seeds random streams.
-        loaders: name -> function returning the array as stored or in a dtype at least as wide, for `queries` [H, Tq, D],
-            `keys` [Hk, T, D], `values` [Hk, T, Dv] and optionally `output_projection` [H, Dv, M],
+        loaders: name -> function returning the array as stored, or in a dtype at least as wide, for `queries`
+            [H, Tq, D], `keys` [Hk, T, D], `values` [Hk, T, Dv] and optionally `output_projection` [H, Dv, M],
             `output_sample` [H, n, Dv] (output of the last n query steps), `output_gradients`
             [S, H, Tg, Dv].
         gradients: how `output_gradients` were drawn, None where the trace has none.

@@ -70,7 +70,7 @@ class Cluster:
             key = f"kvtool-{unit.name}-{unit.key[:24]}-{secrets.token_hex(4)}"
             asked[client.submit(do_unit, self._order, unit, key=key, retries=RETRIES, pure=False)] = unit
         try:
-            for future in as_completed(asked):
+            for future in as_completed(asked, loop=client.loop):
                 unit = asked[future]
                 try:
                     kind, what = future.result()
