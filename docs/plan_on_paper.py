@@ -103,7 +103,8 @@ def tables() -> list[str]:
     lines += [
         f"| arrays in memory, float32, all queries | `4 B · (2 Hk + H) · T · d` | {r['array_bytes'] / 1e9:.1f} GB | "
         f"{16 * r['array_bytes'] / 1e9:.0f} GB |",
-        f"| the same with the last 576 queries | `4 B · d · (2 Hk · T + H · 576)` | {r['late_array_bytes'] / 1e9:.1f} GB | "
+        f"| the same with the last 576 queries | `4 B · d · (2 Hk · T + H · 576)` | "
+        f"{r['late_array_bytes'] / 1e9:.1f} GB | "
         f"{16 * r['late_array_bytes'] / 1e9:.0f} GB |",
         "",
         "| replay on one accelerator, 80 layers | formula | |",

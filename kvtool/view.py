@@ -147,15 +147,15 @@ class View:
 
     def unrotated_queries(self, start: int, stop: int) -> Tensor:
         """[H, stop - start, D], queries before the rotary embedding (after any QK-norm)."""
-        return self._unrotated(self.queries(start, stop), start, stop)
+        queries, rotation, rows = self.queries(start, stop), self.rotation, torch.arange(start, stop)
+        return queries if rotation is None else rotation.unrotate(queries, self._layer.positions[rows], rows)
 
     def unrotated_by_head(self, start: int, stop: int) -> Iterator[Tensor]:
         """The same as [stop - start, D] of one query head after another: a long layer's at once double its memory."""
-        return (self._unrotated(head[None], start, stop)[0] for head in self.queries(start, stop))
-
-    def _unrotated(self, queries: Tensor, start: int, stop: int) -> Tensor:
-        rotation, rows = self.rotation, torch.arange(start, stop)
-        return queries if rotation is None else rotation.unrotate(queries, self._layer.positions[rows], rows)
+        queries, rotation, rows = self.queries(start, stop), self.rotation, torch.arange(start, stop)
+        if rotation is None:
+            return iter(queries)
+        return rotation.unrotate_each(queries, self._layer.positions[rows], rows)
 
     def gradients(self, count: int) -> Tensor:
         """[S, H, n, Dv], gradients of the newest n <= `count` steps before the event that have any: what the

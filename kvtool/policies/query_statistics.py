@@ -45,19 +45,29 @@ def first_counted(view: View, exclude: int) -> int:
     return max(0, min(exclude, view.step - 1))
 
 
-def statistics_of(queries: Iterable[Tensor], shares: Tensor | None = None) -> QueryStatistics:
-    """Mean and covariance of `queries` [H, n, D], or H of them [n, D], each weighted by `shares` [n] that add up to 1,
-    or evenly."""
-    means, covariances = [], []
-    for head in queries:  # one head in float64 at a time: a whole layer of them would double the memory
-        wide = head.to(torch.float64)
-        mean = wide.mean(0) if shares is None else shares @ wide
-        centred = wide - mean
-        weighted = centred if shares is None else shares[:, None] * centred
-        covariance = centred.T @ weighted
-        means.append(mean)
-        covariances.append(covariance / len(wide) if shares is None else covariance)
-    return QueryStatistics(torch.stack(means), torch.stack(covariances))
+def statistics_of(queries: Tensor, shares: Tensor | None = None) -> QueryStatistics:
+    """Mean and covariance of `queries` [H, n, D], each weighted by `shares` [n] that add up to 1, or evenly."""
+    return statistics_by_head(queries, queries.shape[0], queries.shape[2], shares)
+
+
+def statistics_by_head(
+    queries: Iterable[Tensor], heads: int, dim: int, shares: Tensor | None = None
+) -> QueryStatistics:
+    """The same of `heads` tensors [n, D], one after another: a whole layer in float64 would double the memory."""
+    # Made first: a small result between two large temporaries keeps the system from reusing their memory.
+    mean = torch.empty(heads, dim, dtype=torch.float64)
+    covariance = torch.empty(heads, dim, dim, dtype=torch.float64)
+    for head, narrow in enumerate(queries):
+        wide = narrow.to(torch.float64)
+        if shares is None:
+            mean[head] = wide.mean(0)
+            centred = wide - mean[head]
+            covariance[head] = centred.T @ centred / len(wide)
+        else:
+            mean[head] = shares @ wide
+            centred = wide - mean[head]
+            covariance[head] = centred.T @ (shares[:, None] * centred)
+    return QueryStatistics(mean, covariance)
 
 
 def past_statistics(view: View, source: StatisticsSource, exclude: int) -> QueryStatistics:
@@ -68,8 +78,11 @@ def past_statistics(view: View, source: StatisticsSource, exclude: int) -> Query
     Args:
         source: `rope_mean` un-rotates the queries, `prompt` takes them as they were used.
     """
-    read = view.queries if source == "prompt" else view.unrotated_by_head
-    return statistics_of(read(first_counted(view, exclude), view.step))
+    first = first_counted(view, exclude)
+    if source == "prompt":
+        return statistics_of(view.queries(first, view.step))
+    geometry = view.geometry
+    return statistics_by_head(view.unrotated_by_head(first, view.step), geometry.query_heads, geometry.key_dim)
 
 
 def moving_average(view: View, beta: float, exclude: int, variance_floor: float = VARIANCE_FLOOR) -> QueryStatistics:

@@ -56,10 +56,12 @@ class First:
     Attributes:
         answers: step -> the scores at a first event there.
         shields: what the policy protects itself at its first event, by budget.
+        candidates: step -> [Hk, N] rows of an untouched cache there: one tensor for all budgets.
     """
 
     answers: dict[int, Answer] = field(default_factory=dict)
     shields: list[Protection] = field(default_factory=list)
+    candidates: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

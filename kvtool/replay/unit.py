@@ -20,6 +20,7 @@ from kvtool.replay.decide import donor_of, run_schedule
 from kvtool.replay.decisions import decision_entries
 from kvtool.replay.decompose import Say, decompose_unit
 from kvtool.replay.events import event_entries
+from kvtool.replay.heap import trim
 from kvtool.replay.landmarks import about
 from kvtool.replay.metric_columns import columns_of, refuse_double, row_entries
 from kvtool.replay.notes import note_thinned, note_unit, without_effect
@@ -34,6 +35,7 @@ from kvtool.schedule import Schedule
 from kvtool.trace import Sequence
 
 FLAGS = ("no_effect", "window_decided")  # why the numbers of a cell say nothing of its policy
+LONG = 4096  # tokens from which a policy leaves enough free memory behind to be worth giving back
 MOST_SPANS = 64  # events of a cell that get entries of their own
 
 
@@ -206,6 +208,8 @@ def decide_cells(sequence: Sequence, layer: Layer, plan: Plan, step: int) -> lis
         for schedule in plan.schedules:
             rules = plan.rules(schedule, control=label in CONTROLS)
             decided += run_schedule(donor, label, policy, plan.budgets, rules, ahead)
+        if donor.tokens >= LONG:
+            trim()
     return decided
 
 

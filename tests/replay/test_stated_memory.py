@@ -35,7 +35,7 @@ def test_a_run_stays_within_what_was_said_of_it(shape: str, tmp_path: Path) -> N
 def test_layers_are_let_go_one_after_another(tmp_path: Path) -> None:
     path = tmp_path / "deep.zarr"
     script = [sys.executable, str(HERE / "long_layer.py")]
-    subprocess.run([*script, "write", str(path), *"4096 64 16 4 64 12".split()], check=True)
+    subprocess.run([*script, "write", str(path), *["4096", "64", "16", "4", "64", "12"]], check=True)
     done = subprocess.run([*script, "replay", str(path), "snapkv"], check=True, capture_output=True, text=True)
     peaks = [float(line.split()[-2]) for line in done.stdout.splitlines() if line.endswith("GB")]
     assert len(peaks) == 12
