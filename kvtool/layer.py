@@ -177,6 +177,13 @@ class Layer:
         """The same layer computing in `dtype`."""
         return replace(self, dtype=dtype)
 
+    def with_queries_of(self, steps: Tensor) -> Layer:
+        """The same layer with the queries of `steps` [n] alone, each stored; keys and values are shared. Once this
+        layer is let go, those of a long prompt take no memory."""
+        some, keys, values = self.queries[:, torch.searchsorted(self.query_steps, steps)], self.keys, self.values
+        loaders = {**self.loaders, "queries": lambda: some, "keys": lambda: keys, "values": lambda: values}
+        return replace(self, query_steps=steps, loaders=loaders)
+
     def query_rows(self, start: int, stop: int) -> slice:
         """Where the queries of steps start..stop-1 lie in `queries`.
 

@@ -95,6 +95,7 @@ class Rotation:
         cos, sin = self._back(positions, rows)
         for x in several:
             out = torch.empty_like(x)
+            cos, sin = cos.to(x.dtype), sin.to(x.dtype)
             for block in torch.arange(len(x)).split(_BLOCK):
                 part = slice(int(block[0]), int(block[-1]) + 1)
                 out[part] = self._turn(x[part], cos[part], sin[part])

@@ -104,7 +104,7 @@ class ExpectedAttention(Policy):
                 z = geometry.softcap * torch.tanh(z / geometry.softcap)
                 slope = 1 - (z / geometry.softcap) ** 2
             if covariance is not None:
-                spread = ((keys @ covariance[head]) * keys).sum(1)
+                spread = (keys @ covariance[head]).mul_(keys).sum(1)
                 z = z + 0.5 * (geometry.scale * slope) ** 2 * spread
             logits[head] = z
         return logits

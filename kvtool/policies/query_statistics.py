@@ -58,14 +58,14 @@ def statistics_by_head(
     mean = torch.empty(heads, dim, dtype=torch.float64)
     covariance = torch.empty(heads, dim, dim, dtype=torch.float64)
     for head, narrow in enumerate(queries):
-        wide = narrow.to(torch.float64)
+        wide = narrow.to(torch.float64, copy=True)
         if shares is None:
             mean[head] = wide.mean(0)
-            centred = wide - mean[head]
+            centred = wide.sub_(mean[head])
             covariance[head] = centred.T @ centred / len(wide)
         else:
             mean[head] = shares @ wide
-            centred = wide - mean[head]
+            centred = wide.sub_(mean[head])
             covariance[head] = centred.T @ (shares[:, None] * centred)
     return QueryStatistics(mean, covariance)
 

@@ -48,10 +48,16 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
     """
     layer = sequence.layer(layer_id, dtype=plan.dtype)
     donor = donor_of(sequence, layer)
-    for each in {id(donor): donor, id(layer): layer}.values():
-        _refuse_nonsense(each, sequence.index)
+    _refuse_nonsense(layer, sequence.index)
+    if donor is not layer:
+        _refuse_nonsense(donor, sequence.index)
     steps = layer.query_steps[layer.query_steps >= step]
-    decided = decide_cells(sequence, layer, plan, step)
+    decided = decide_cells(sequence, layer, plan, step, donor)
+    own = donor is layer
+    layer = layer.with_queries_of(steps)  # no policy reads the past any more
+    donor = layer if own else replace(donor)  # of another's cache the geometry is enough
+    if layer.tokens >= LONG:
+        trim()
     positions = [cell.policy.positions for cell in plan.cells]
     errors = evaluate_cells(layer, decided, steps, positions, mode=plan.evaluate)
     starts = {schedule: evaluated_from(schedule, sequence) for schedule in plan.schedules}
@@ -195,13 +201,18 @@ def _counts_at(event: Event | None) -> dict[str, float | None]:
     return {**counts_of(alone, 0), "evicted": evicted}
 
 
-def decide_cells(sequence: Sequence, layer: Layer, plan: Plan, step: int) -> list[RetainedSet]:
+def decide_cells(
+    sequence: Sequence, layer: Layer, plan: Plan, step: int, donor: Layer | None = None
+) -> list[RetainedSet]:
     """The retained set of every cell of the plan, in order.
 
     A layer that reads another's keys and values inherits that layer's decisions: the token is in
     one cache only, and the donor's queries scored it.
+
+    Args:
+        donor: that layer, where it is at hand.
     """
-    donor = plan.calibrated(donor_of(sequence, layer))
+    donor = plan.calibrated(donor or donor_of(sequence, layer))
     ahead = donor.query_steps[donor.query_steps >= step]
     decided: list[RetainedSet] = []
     for label, policy in plan.policies:
