@@ -48,9 +48,9 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
     """
     layer = sequence.layer(layer_id, dtype=plan.dtype)
     donor = donor_of(sequence, layer)
-    _refuse_nonsense(layer, sequence.index)
     if donor is not layer:
         _refuse_nonsense(donor, sequence.index)
+    _refuse_nonsense(layer, sequence.index)
     steps = layer.query_steps[layer.query_steps >= step]
     decided = decide_cells(sequence, layer, plan, step, donor)
     own = donor is layer
