@@ -108,6 +108,8 @@ def stated_memory(plan: Plan, work: Work, workers: int, machine: Machine | None 
     count = min(workers, len(work))
     need = max(count * each, here)  # the workers are gone when the parts are put together
     said = f"{count} workers need up to {count * each / GB:.1f} GB ({each / GB:.1f} GB each, {largest})"
+    if count == 1:
+        said = f"1 worker needs up to {each / GB:.1f} GB ({largest})"
     said += f", this process {here / GB:.1f} GB at the end"
     hint = "replay fewer policies or ratios at a time"
     if (fitting := machine.total // each) and here <= machine.total:
