@@ -6,10 +6,33 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 
 from kvtool.errors import KvtoolError
+
+_elsewhere: ContextVar[Mapping[str, str] | None] = ContextVar("kvtool_elsewhere", default=None)
+
+
+@contextlib.contextmanager
+def named_elsewhere(places: Mapping[str, str]) -> Iterator[None]:
+    """Inside, a path that was typed in another working folder means what it meant there.
+
+    Args:
+        places: path as typed -> absolute path.
+    """
+    token = _elsewhere.set(places)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def located(typed: str | os.PathLike[str]) -> Path:
+    """Where the file or folder lies that somebody named."""
+    return Path((_elsewhere.get() or {}).get(os.fspath(typed), os.fspath(typed)))
+
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

@@ -103,8 +103,8 @@ class Layer:
         positions: [T] int64 rotary positions.
         query_steps: [Tq] int64 ascending rows whose queries are stored.
         prompt_digest: hex digest that seeds random streams.
-        loaders: name -> function returning the array as stored, for `queries` [H, Tq, D],
-            `keys` [Hk, T, D], `values` [Hk, T, Dv] and optionally `output_projection` [H, Dv, M],
+        loaders: name -> function returning the array as stored, or in a dtype at least as wide, for `queries`
+            [H, Tq, D], `keys` [Hk, T, D], `values` [Hk, T, Dv] and optionally `output_projection` [H, Dv, M],
             `output_sample` [H, n, Dv] (output of the last n query steps), `output_gradients`
             [S, H, Tg, Dv].
         gradients: how `output_gradients` were drawn, None where the trace has none.
@@ -176,6 +176,13 @@ class Layer:
     def with_dtype(self, dtype: torch.dtype) -> Layer:
         """The same layer computing in `dtype`."""
         return replace(self, dtype=dtype)
+
+    def with_queries_of(self, steps: Tensor) -> Layer:
+        """The same layer with the queries of `steps` [n] alone, each stored; keys and values are shared. Once this
+        layer is let go, those of a long prompt take no memory."""
+        some, keys, values = self.queries[:, torch.searchsorted(self.query_steps, steps)], self.keys, self.values
+        loaders = {**self.loaders, "queries": lambda: some, "keys": lambda: keys, "values": lambda: values}
+        return replace(self, query_steps=steps, loaders=loaders)
 
     def query_rows(self, start: int, stop: int) -> slice:
         """Where the queries of steps start..stop-1 lie in `queries`.

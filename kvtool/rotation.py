@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 
 Layout = Literal["half", "interleaved"]
+_BLOCK = 4096  # rows that are turned at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +86,26 @@ class Rotation:
 
     def unrotate(self, x: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """The inverse of `rotate`, the attention scaling divided out."""
+        return self._turn(x, *self._back(positions, rows))
+
+    def unrotate_each(
+        self, several: Iterable[Tensor], positions: Tensor, rows: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """`unrotate` of one tensor [n, D] after another, in memory that hardly exceeds it."""
+        cos, sin = self._back(positions, rows)
+        for x in several:
+            out = torch.empty_like(x)
+            cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+            for block in torch.arange(len(x)).split(_BLOCK):
+                part = slice(int(block[0]), int(block[-1]) + 1)
+                out[part] = self._turn(x[part], cos[part], sin[part])
+            yield out
+
+    def _back(self, positions: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """cos and sin of the inverse, each [n, R/2] float64."""
         cos, sin = (table.to(torch.float64) for table in self.tables(positions, rows))
         square = cos * cos + sin * sin
-        return self._turn(x, cos / square, -sin / square)
+        return cos / square, -sin / square
 
     def rotate_by_mean(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [..., D] under the rotation averaged over `positions` (Expected Attention, 2510.00636)."""

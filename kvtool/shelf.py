@@ -13,6 +13,7 @@ from typing import Any
 
 from kvtool import plugins
 from kvtool.errors import KvtoolError
+from kvtool.files import located
 from kvtool.manifest import parameters, remember_source, source_digest
 from kvtool.registry import Spec, configure, did_you_mean
 
@@ -144,16 +145,17 @@ def _from_file(path: Path, class_name: str, noun: str) -> type:
     code = f"{noun}-unknown"
     if not class_name:
         raise KvtoolError(code, f"{path} needs a class behind it", f"write {path}:ClassName")
-    if not path.is_file():
+    place = located(path)
+    if not place.is_file():
         raise KvtoolError("file-missing", f"{path} does not exist")
     try:
-        source = path.read_bytes()
+        source = place.read_bytes()
     except OSError as error:
         raise KvtoolError("file-missing", f"{path} cannot be read: {error.strerror}") from error
     # One module per file and content: two files of one name, or a file before and after an edit, are two modules.
-    place = hashlib.sha256(f"{noun} {path.resolve()} ".encode(errors="surrogateescape") + source)
-    module = types.ModuleType(f"kvtool_file_{place.hexdigest()}")
-    module.__file__ = str(path.resolve())
+    name = hashlib.sha256(f"{noun} {place.resolve()} ".encode(errors="surrogateescape") + source)
+    module = types.ModuleType(f"kvtool_file_{name.hexdigest()}")
+    module.__file__ = str(place.resolve())
     sys.modules[module.__name__] = module  # dataclasses look their module up there
     try:
         # The very bytes whose digest is kept are run: an import would read again, or take an older compiled file.

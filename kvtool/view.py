@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -148,11 +149,15 @@ class View:
 
     def unrotated_queries(self, start: int, stop: int) -> Tensor:
         """[H, stop - start, D], queries before the rotary embedding (after any QK-norm)."""
-        queries, rotation = self.queries(start, stop), self.rotation
+        queries, rotation, rows = self.queries(start, stop), self.rotation, torch.arange(start, stop)
+        return queries if rotation is None else rotation.unrotate(queries, self._layer.positions[rows], rows)
+
+    def unrotated_by_head(self, start: int, stop: int) -> Iterator[Tensor]:
+        """The same as [stop - start, D] of one query head after another: a long layer's at once double its memory."""
+        queries, rotation, rows = self.queries(start, stop), self.rotation, torch.arange(start, stop)
         if rotation is None:
-            return queries
-        rows = torch.arange(start, stop)
-        return rotation.unrotate(queries, self._layer.positions[rows], rows)
+            return iter(queries)
+        return rotation.unrotate_each(queries, self._layer.positions[rows], rows)
 
     def gradients(self, count: int) -> Tensor:
         """[S, H, n, Dv], gradients of the newest n <= `count` steps before the event that have any: what the

@@ -43,6 +43,7 @@ def ablate(
     evaluate: str = "live",
     precision: str = "float32",
     threads: int | None = None,
+    online: bool = False,
     output: str | Path | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -60,6 +61,7 @@ def ablate(
         metric: `predicted_kl`, `mean_layer_error` or `mean_output_error`; None is the first that the trace serves.
         ratios, sinks, window, layers, sequences, evaluate, precision: as for kvtool.replay.
         threads: on the CPU; None is one for prompts up to 1,024 tokens, else torch's choice.
+        online: whether `trace` may be an address.
         progress: called with (done, total, what); notes: with one sentence.
 
     Raises:
@@ -71,7 +73,7 @@ def ablate(
     design = make_design(reference, chosen, interactions=interactions, every_pair=axes is not None)
     design.own[PROTECTION] = f"{sinks} sinks, {window} newest"
     store = Store(Path(output), force) if output is not None else None
-    opened = trace if isinstance(trace, Trace) else open_trace(trace)
+    opened = trace if isinstance(trace, Trace) else open_trace(trace, online=online)
     study = _prepare(
         opened,
         design,

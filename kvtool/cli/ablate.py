@@ -9,7 +9,7 @@ import typer
 
 
 def command(
-    trace: Annotated[Path, typer.Argument(help="A trace written by kvtool capture or kvtool import.")],
+    trace: Annotated[str, typer.Argument(help="A trace written by kvtool capture or kvtool import.")],
     reference: Annotated[
         str, typer.Option("--reference", help="The policy whose choices are changed: name:key=value,…")
     ] = "jacap",
@@ -35,6 +35,7 @@ def command(
     threads: Annotated[
         int | None, typer.Option(help="CPU threads. Default: 1 for short prompts, else torch's choice.")
     ] = None,
+    online: Annotated[bool, typer.Option("--online", help="The trace may lie at an address, such as s3://….")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for Parquet tables; resumes there.")
     ] = None,
@@ -65,6 +66,7 @@ def command(
             evaluate=evaluate,
             precision=precision,
             threads=threads,
+            online=online,
             output=output,
             force=force,
             progress=progress,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,7 +14,7 @@ def command(
     b: Annotated[str, typer.Argument(metavar="B", help="What is held against it, written the same way.")],
     traces: Annotated[bool, typer.Option("--traces", help="A and B are traces of the same tokens.")] = False,
     trace: Annotated[
-        Path | None, typer.Option(help="The trace that was replayed, to tell tokens. Default: where it was then.")
+        str | None, typer.Option(help="The trace that was replayed, to tell tokens. Default: where it was then.")
     ] = None,
     by: Annotated[
         str | None, typer.Option(help="Tell apart by sequence, layer, kv_head, q_head or event, e.g. sequence,layer.")
@@ -33,6 +32,7 @@ def command(
     ] = None,
     sequences: Annotated[bool, typer.Option("--sequences", help="Tell every sequence apart.")] = False,
     tokens: Annotated[int, typer.Option(help="Most tokens to name per sequence; 0 leaves them out.")] = 10,
+    online: Annotated[bool, typer.Option("--online", help="Traces may lie at addresses, such as s3://….")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown for a pull request instead.")] = False,
 ) -> None:
@@ -46,7 +46,7 @@ def command(
             raise KvtoolError("usage", f"{', '.join(wrong)} is for results, --traces compares traces", "leave it out")
         from kvtool.cli.diff_traces import traces_answer
 
-        if traces_answer(Path(a), Path(b), as_json):
+        if traces_answer(a, b, as_json, online=online):
             raise typer.Exit(1)
         return
     if tokens < 0:
@@ -56,13 +56,14 @@ def command(
     from kvtool.report.diff_next import next_command
     from kvtool.report.markdown_diff import markdown_diff
     from kvtool.report.terminal_diff import diff_parts
+    from kvtool.trace import open_trace
 
     places = [word for word in (by, "sequence" if sequences else None) if word]
     with progress_on_terminal("diff") as progress:
         found = diff(
             a,
             b,
-            trace=trace,
+            trace=None if trace is None else open_trace(trace, online=online),
             by=places,
             metrics=metric or (),
             relative=relative,

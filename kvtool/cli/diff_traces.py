@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 
-
-def traces_answer(a: Path, b: Path, as_json: bool, relative: float | None = None) -> int:
+def traces_answer(a: str, b: str, as_json: bool, relative: float | None = None, online: bool = False) -> int:
     """Print how two traces compare.
 
     Args:
         relative: how far any row may deviate, instead of what rounding may cause.
+        online: whether they may lie at addresses.
 
     Returns:
         The exit code: 1 where they part or one holds less than the other.
@@ -24,10 +23,10 @@ def traces_answer(a: Path, b: Path, as_json: bool, relative: float | None = None
     from kvtool.trace.verify import damage_error, verify_bytes
 
     with progress_on_terminal("compare") as progress:
-        found = diff_traces(open_trace(a), open_trace(b), progress, relative=relative)
+        found = diff_traces(open_trace(a, online=online), open_trace(b, online=online), progress, relative=relative)
         if found.identical:  # by what was recorded of them: what is there now may have been altered since
             for path in (a, b):
-                report = verify_bytes(path, progress)
+                report = verify_bytes(path, progress, online=online)
                 if report.damage:
                     raise damage_error(path, report)
     if as_json:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import typer
 
 
 def command(
-    trace: Path = typer.Argument(..., metavar="TRACE", help="A trace folder, such as run.zarr."),
+    trace: str = typer.Argument(..., metavar="TRACE", help="A trace folder, such as run.zarr, or an address."),
     verify: bool = typer.Option(False, "--verify", help="Check every byte, then recompute attention from the arrays."),
+    online: bool = typer.Option(False, "--online", help="The trace may lie at an address, such as s3://…."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead of tables."),
 ) -> None:
     """Show model, sequences, layers and sizes of a trace, and which policies it can serve."""
@@ -21,8 +21,8 @@ def command(
     from kvtool.trace.summary import summary
 
     document: dict[str, Any] = {"schema": "kvtool.inspect/1"}
-    checked = _check_bytes(trace, document, as_json) if verify else None
-    opened = open_trace(trace)
+    checked = _check_bytes(trace, document, as_json, online) if verify else None
+    opened = open_trace(trace, online=online)
     found = summary(opened)
     document.update(found)
     document["serving"] = [
@@ -45,14 +45,14 @@ def command(
     hint("next", f"kvtool replay {trace} -p snapkv -r 0.5" if verify else f"kvtool inspect {trace} --verify")
 
 
-def _check_bytes(trace: Path, document: dict[str, Any], as_json: bool) -> int:
+def _check_bytes(trace: str, document: dict[str, Any], as_json: bool, online: bool) -> int:
     """Compare all bytes and return how many files that were; damage is printed whole, then raised."""
     from kvtool.cli import trace_tables as tables
     from kvtool.cli.console import answer, json_answer, progress_on_terminal
     from kvtool.trace.verify import damage_error, verify_bytes
 
     with progress_on_terminal("verify") as progress:
-        report = verify_bytes(trace, progress)
+        report = verify_bytes(trace, progress, online=online)
     damage = [{"path": row.path, "what": row.what} for row in report.damage]
     document["verify"] = {"files": report.files, "bytes": report.total_bytes, "damage": damage}
     if damage:

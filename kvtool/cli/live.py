@@ -14,7 +14,7 @@ _WHAT, _RUN, _MORE = "What is evicted", "The run", "What is measured besides"
 
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The model of the trace, as for kvtool capture.")],
-    trace: Annotated[Path, typer.Argument(help="A trace written by kvtool capture.")],
+    trace: Annotated[str, typer.Argument(help="A trace written by kvtool capture.")],
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,7 +103,7 @@ def command(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.", rich_help_panel=_RUN)] = None,
     online: Annotated[
-        bool, typer.Option("--online", help="Allow downloads from Hugging Face.", rich_help_panel=_RUN)
+        bool, typer.Option("--online", help="Allow downloads, and a trace at an address.", rich_help_panel=_RUN)
     ] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for Parquet tables.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,

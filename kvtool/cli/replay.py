@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from kvtool.cli import schedules
+from kvtool.errors import KvtoolError
 
 
 def command(
-    trace: Annotated[Path, typer.Argument(help="A trace written by kvtool capture or kvtool import.")],
+    trace: Annotated[str, typer.Argument(help="A trace of kvtool capture or import, or with --online its address.")],
     policy: Annotated[
         list[str] | None,
         typer.Option("-p", "--policy", help="name:key=value,… or file.py:Class; repeatable; 'all' is every built-in."),
@@ -81,6 +82,13 @@ def command(
         str, typer.Option(help="cpu; cuda: Triton kernels on a card; auto: a card where there is one.")
     ] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that share the layers, one thread each. Default: this one alone.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Address of a Dask scheduler whose workers share the layers; needs -o.")
+    ] = None,
+    online: Annotated[bool, typer.Option("--online", help="The trace may lie at an address, such as s3://….")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for Parquet tables; resumes there.")
     ] = None,
@@ -97,6 +105,8 @@ def command(
     from kvtool.report.terminal_landmarks import landmark_tables
     from kvtool.words import parse_ids
 
+    if threads not in (None, 1) and (workers is not None or cluster is not None):
+        raise KvtoolError("usage", f"--threads {threads}: a worker has one thread", "leave --threads out")
     use_threads(threads)
     with progress_on_terminal("replay") as progress:
         result = replay(
@@ -136,6 +146,9 @@ def command(
             keep=keep,
             metrics=metric or (),
             device=device,
+            workers=workers,
+            cluster=cluster,
+            online=online,
             output=output,
             force=force,
             progress=progress,

@@ -132,7 +132,7 @@ def _run(trace: Trace, runs: dict[int, Run], index: int, tokens: int) -> Run:
         what = "has no such sequence" if index not in runs else f"has {runs[index].length}"
         raise KvtoolError(
             "usage",
-            f"sequence {index} of the results has {tokens} tokens, and {trace.path} {what}",
+            f"sequence {index} of the results has {tokens} tokens, and {trace.shown} {what}",
             "name the trace that was replayed",
         )
     return runs[index]

@@ -135,7 +135,7 @@ def trace_of(a: Side, b: Side, given: str | Path | Trace | None) -> tuple[Trace 
     if given is not None:
         trace = given if isinstance(given, Trace) else open_trace(given)
         if trace.digest not in digests:
-            raise KvtoolError("usage", f"{trace.path} is not the trace of either result", "name the one replayed")
+            raise KvtoolError("usage", f"{trace.shown} is not the trace of either result", "name the one replayed")
         return trace, None
     for side in (a, b):
         said = side.result.manifest["trace"]

@@ -58,7 +58,7 @@ def refuse_other_shapes(a: Sequence, b: Sequence) -> None:
     if a.length != b.length:
         raise KvtoolError(
             "shape",
-            f"sequence {a.index} has {a.length} tokens in {a.trace.path} and {b.length} in {b.trace.path}: "
+            f"sequence {a.index} has {a.length} tokens in {a.trace.shown} and {b.length} in {b.trace.shown}: "
             "their rows cannot be compared",
             "capture the same tokens twice",
         )
@@ -68,7 +68,8 @@ def refuse_other_shapes(a: Sequence, b: Sequence) -> None:
             name = next(name for name in SIZES if sizes[0][name] != sizes[1][name])
             raise KvtoolError(
                 "shape",
-                f"layer {layer} has {name} {sizes[0][name]} in {a.trace.path} and {sizes[1][name]} in {b.trace.path}: "
+                f"layer {layer} has {name} {sizes[0][name]} in {a.trace.shown} and {sizes[1][name]} in "
+                f"{b.trace.shown}: "
                 "these are different models",
                 "kvtool inspect shows the geometry of both",
             )

@@ -68,7 +68,7 @@ def diff_traces(a: Trace, b: Trace, progress: Progress | None = None, *, relativ
 
 def _side(trace: Trace) -> Entry:
     return {
-        "path": str(trace.path),
+        "path": trace.shown,
         "digest": trace.digest,
         "model": (trace.manifest.get("model") or {}).get("name"),
         "run_dtype": dtypes(trace)[0],

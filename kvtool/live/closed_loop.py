@@ -232,7 +232,7 @@ class ClosedLoop:
         chosen = [sequence for sequence, _, _ in self._sequences.values()]
         layer_ids = sorted({layer for _, layer, _ in self._work})
         return {
-            "trace": {"path": str(trace.path), "digest": trace.digest},
+            "trace": {"path": trace.shown, "digest": trace.digest},
             "model": trace.manifest["model"].get("name", "unnamed model"),
             "capture": trace.manifest.get("capture"),
             "sequences": {

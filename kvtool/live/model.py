@@ -66,7 +66,7 @@ def find(model: str, trace: Trace, *, online: bool, other_weights: bool, notes: 
             told = f"was captured with weights {str(recorded)[:12]}, and {source.name} has {source.weight_digest[:12]}"
         raise KvtoolError(
             "model-differs",
-            f"{trace.path.name} {told}",
+            f"{trace.shown.rpartition('/')[2]} {told}",
             "give the model that was captured; --other-weights admits other files of the same weights",
         )
     return converted(source, notes) if model == PACKAGED else source

@@ -117,7 +117,7 @@ def live(
             "leave --generate out, or evict once, at the end of the prompt or --evict-at",
         )
     store = Store(Path(output), force, resumes=False) if output is not None else None
-    opened = trace if isinstance(trace, Trace) else open_trace(trace)
+    opened = trace if isinstance(trace, Trace) else open_trace(trace, online=online)
     work = work_of(opened, plan, layers, sequences)
     plan, warnings = servable(plan, work, optional="all" in policies)
     if apart := unequal_starts(plan, work):

@@ -114,7 +114,7 @@ class ExpectedAttention(Policy):
         """[H, N] float64, |v| or |W_O^h v|."""
         group = view.geometry.group
         if self.value == "norm":
-            norms: Tensor = torch.linalg.vector_norm(view.values.to(torch.float64), dim=-1)
+            norms = torch.stack([torch.linalg.vector_norm(head.to(torch.float64), dim=-1) for head in view.values])
             return norms.repeat_interleave(group, dim=0)
         projection = view.output_projection
         lengths = torch.empty(view.geometry.query_heads, view.tokens.shape[1], dtype=torch.float64)

@@ -43,7 +43,9 @@ class KeyDiff(Policy):
 
     def score(self, state: Any, view: View) -> Tensor:
         """[Hk, N], minus the cosine to the anchor. A key of length zero has cosine 0."""
-        keys = view.keys
+        return torch.cat([self._of_head(keys) for keys in view.keys.split(1)])  # copies of one head at a time
+
+    def _of_head(self, keys: Tensor) -> Tensor:
         averaged = functional.normalize(keys, dim=-1) if self.anchor == "normalised" else keys
         mean = averaged.mean(1, keepdim=True, dtype=torch.float64).to(keys.dtype)
         return -functional.cosine_similarity(keys, mean, dim=-1)

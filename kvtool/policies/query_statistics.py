@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,18 +47,25 @@ def first_counted(view: View, exclude: int) -> int:
 
 def statistics_of(queries: Tensor, shares: Tensor | None = None) -> QueryStatistics:
     """Mean and covariance of `queries` [H, n, D], each weighted by `shares` [n] that add up to 1, or evenly."""
-    heads, count, dim = queries.shape
+    return statistics_by_head(queries, queries.shape[0], queries.shape[2], shares)
+
+
+def statistics_by_head(
+    queries: Iterable[Tensor], heads: int, dim: int, shares: Tensor | None = None
+) -> QueryStatistics:
+    """The same of `heads` tensors [n, D], one after another: a whole layer in float64 would double the memory."""
+    # Made first: a small result between two large temporaries keeps the system from reusing their memory.
     mean = torch.empty(heads, dim, dtype=torch.float64)
     covariance = torch.empty(heads, dim, dim, dtype=torch.float64)
-    for head in range(heads):  # one head in float64 at a time: a whole layer of them would double the memory
-        wide = queries[head].to(torch.float64)
+    for head, narrow in enumerate(queries):
+        wide = narrow.to(torch.float64, copy=True)
         if shares is None:
             mean[head] = wide.mean(0)
-            centred = wide - mean[head]
-            covariance[head] = centred.T @ centred / count
+            centred = wide.sub_(mean[head])
+            covariance[head] = centred.T @ centred / len(wide)
         else:
             mean[head] = shares @ wide
-            centred = wide - mean[head]
+            centred = wide.sub_(mean[head])
             covariance[head] = centred.T @ (shares[:, None] * centred)
     return QueryStatistics(mean, covariance)
 
@@ -70,8 +78,11 @@ def past_statistics(view: View, source: StatisticsSource, exclude: int) -> Query
     Args:
         source: `rope_mean` un-rotates the queries, `prompt` takes them as they were used.
     """
-    read = view.queries if source == "prompt" else view.unrotated_queries
-    return statistics_of(read(first_counted(view, exclude), view.step))
+    first = first_counted(view, exclude)
+    if source == "prompt":
+        return statistics_of(view.queries(first, view.step))
+    geometry = view.geometry
+    return statistics_by_head(view.unrotated_by_head(first, view.step), geometry.query_heads, geometry.key_dim)
 
 
 def moving_average(view: View, beta: float, exclude: int, variance_floor: float = VARIANCE_FLOOR) -> QueryStatistics:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
+from kvtool.files import located
 from kvtool.layer import Geometry, Layer
 from kvtool.trace import Trace, open_trace
+from kvtool.trace.remote import is_address
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +29,9 @@ class Calibration:
     @classmethod
     def open(cls, name: str) -> Calibration:
         """Raises: KvtoolError, code `trace-lacks` for a trace without gradients, and what opening a trace raises."""
-        trace = open_trace(name)
+        if is_address(name):
+            raise KvtoolError("usage", f"the calibration trace {name} is an address", "fetch it, and give its folder")
+        trace = open_trace(located(name))
         if not any(sequence.gradients for sequence in trace.sequences):
             raise KvtoolError(
                 "trace-lacks", f"the calibration trace {name} has no gradients", "capture it with --gradients 4"

@@ -70,11 +70,13 @@ class First:
         answers: step -> the scores at a first event there.
         shields: what the policy protects itself at its first event, by budget.
         shared: see `View.shared`.
+        candidates: step -> [Hk, N] rows of an untouched cache there: one tensor for all budgets.
     """
 
     answers: dict[int, Answer] = field(default_factory=dict)
     shields: list[Protection] = field(default_factory=list)
     shared: dict[Any, Any] = field(default_factory=dict)
+    candidates: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -260,7 +260,7 @@ class Track:
         self._events.append(
             Event(
                 step=step,
-                candidates=torch.stack(rows) if once else None,
+                candidates=self._first.candidates.setdefault(step, torch.stack(rows)) if once else None,
                 budget=torch.tensor(list(allowed)),
                 achieved=choice.achieved,
                 ties=choice.ties,

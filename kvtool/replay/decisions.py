@@ -43,7 +43,7 @@ def decision_entries(key: dict[str, Any], retained: RetainedSet, geometry: Geome
                 "event_ties": [int(event.ties[head]) for event in events],
                 "near_rows": [row for rows in near for row in rows.tolist()] if listed else None,
                 "oldest_row": oldest,
-                "evict_step": retained.evict_step[head].tolist(),
+                "evict_step": retained.evict_step[head].numpy(),  # as a list of Python numbers nine times the bytes
             }
         )
     return entries

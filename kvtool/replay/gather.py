@@ -232,7 +232,7 @@ def manifest_of(trace: Trace, plan: Plan, work: Work) -> dict[str, Any]:
     layer_ids = sorted({layer_id for _, layer_id, _ in work})
     indices = sorted({s.index for s, _, _ in work})
     return {
-        "trace": {"path": str(trace.path), "digest": trace.digest},
+        "trace": {"path": trace.shown, "digest": trace.digest},
         "model": trace.manifest["model"].get("name", "unnamed model"),
         "capture": trace.manifest.get("capture"),
         "sequences": {

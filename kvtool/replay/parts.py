@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -85,6 +86,49 @@ class Store:
                 "choose another -o, finish that run, or add --force to drop it",
             )
 
+    @classmethod
+    def of_worker(cls, output: Path, run: str) -> Store:
+        """The parts of a run that another process has opened and watches over: nothing is checked or locked here.
+
+        Args:
+            run: digest of the run.
+        """
+        store = cls.__new__(cls)
+        store.output, store.folder, store._force, store._run, store._lock = output, output / "parts", False, run, None
+        return store
+
+    def expect_run(self) -> None:
+        """Complain where the folder does not hold the parts of this very run: seen through another mount, or dropped.
+
+        Raises:
+            KvtoolError: code `worker-differs`.
+        """
+        try:
+            seen = (self.folder / RUN).read_text()
+        except OSError:
+            seen = ""
+        if seen != self._run:
+            raise KvtoolError(
+                "worker-differs",
+                f"a worker on {os.uname().nodename} does not find this run in the folder {self.output}",
+                "-o must be one folder that all workers see under the same path",
+            )
+
+    def announce(self) -> None:
+        """Write down whose parts these are before the first one is there: workers ask.
+
+        Raises:
+            KvtoolError: code `disk-full` or `write-failed`.
+        """
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_durably(self.folder / RUN, self._run.encode())
+
+    def sweep(self, process: int | str) -> None:
+        """Remove what a process that was stopped in the middle of writing a part has left."""
+        for half in self.folder.glob(f".*.{process}"):
+            shutil.rmtree(half, ignore_errors=True)
+
     def open(self, run: Any) -> None:
         """Take the place for this run. Separate from the checks, so that bad input leaves nothing behind.
 
@@ -159,7 +203,7 @@ class Store:
             KvtoolError: code `disk-full` or `write-failed`.
         """
         path = self._path(name, key)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
         try:
             with writing(path):
                 temporary.mkdir(parents=True, exist_ok=True)
@@ -182,7 +226,11 @@ class Store:
                 write_durably(temporary / "partials.npz", buffer.getvalue())
                 sealed = {"files": digests, "notes": part.notes, "kernels": part.kernels}
                 write_durably(temporary / "part.json", json.dumps(sealed).encode())
-                os.rename(temporary, path)
+                try:
+                    os.rename(temporary, path)
+                except OSError as error:  # another worker was given the same unit and was first: its part is the same
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

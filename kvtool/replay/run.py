@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from kvtool.decomposition.settings import asked_for
 from kvtool.errors import KvtoolError
@@ -14,17 +16,19 @@ from kvtool.metrics import in_sequence
 from kvtool.replay.attribution import attribute
 from kvtool.replay.cards import noted
 from kvtool.replay.coverage import Coverages
+from kvtool.replay.crew import Crew, one_thread, place_for
 from kvtool.replay.decomposable import decomposable, stated_cost
 from kvtool.replay.gather import Work, gather
+from kvtool.replay.order import Unit
 from kvtool.replay.parts import Part, Store
 from kvtool.replay.plan import Plan, make_plan
 from kvtool.replay.unit import run_unit
 from kvtool.replay.work import servable, unequal_starts, work_of
 from kvtool.result import Result
-from kvtool.trace import Trace, open_trace
+from kvtool.trace import Sequence, Trace, open_trace
 
 # Stopped by these, a run may go on where it was; by any other error it would stop there again.
-RESUMABLE = ("disk-full", "write-failed")
+RESUMABLE = ("disk-full", "write-failed", "worker-lost", "worker-differs", "cluster", "memory")
 Progress = Callable[[int, int, str], None]
 
 
@@ -56,6 +60,9 @@ def replay(
     keep: int = 8,
     metrics: str | Many[str] = (),
     device: str = "auto",
+    workers: int | None = None,
+    cluster: str | None = None,
+    online: bool = False,
     output: str | Path | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -90,56 +97,66 @@ def replay(
             `file.py:Class:…`; their columns stand in the tables of their level.
         device: `cuda`, the Triton kernels on a card, which work in float32 (docs/devices.md); `cpu`; or `auto`, a card
             where there is one.
+        workers: processes of this machine that share the units, one thread each; None is this process alone.
+        cluster: address of a Dask scheduler whose workers do them instead; needs `output` in a folder that all see.
+        online: whether `trace` may be an address, such as s3://bucket/run.zarr.
         progress: told (units done, all, what is being done).
-        note: told in a sentence what a decomposition will cost, before it runs, and what ran on a card.
+        note: told in a sentence what a decomposition will cost and workers will need, before they run, which
+            worker was lost, and what ran on a card.
 
     Raises:
         KvtoolError: bad input of any kind, before anything is written.
     """
-    plan = make_plan(
-        policies,
-        ratios=ratios,
-        budgets=budgets,
-        schedules=schedules,
-        evict_at=evict_at,
-        sinks=sinks,
-        window=window,
-        prefix=prefix,
-        deadline_ms=deadline_ms,
-        telemetry=telemetry,
-        bin_steps=bin_steps,
-        evaluate=evaluate,
-        precision=precision,
-        kl_windows=kl_windows,
-        token_shares=token_shares,
-        decompose=asked_for(decompose, center=center, horizon=horizon, samples=samples, pool=pool, keep=keep),
-        metrics=metrics,
-        device=device,
-    )
-    store = Store(Path(output), force) if output is not None else None
-    opened = trace if isinstance(trace, Trace) else open_trace(trace)
-    work = work_of(opened, plan, layers, sequences)
-    plan, warnings = servable(plan, work, optional="all" in policies)
-    warnings = warnings + unequal_starts(plan, work)
-    covered = _covered(opened, plan, work)
-    if plan.decompose is not None:
-        warnings = warnings + decomposable(plan, work)
-        if note is not None:
-            note(stated_cost(plan, work))
-    if store is None:
-        return noted(_measure(opened, plan, work, None, progress, warnings, covered), note)
-    store.open(plan.identity(opened))
-    try:
-        result = noted(_measure(opened, plan, work, store, progress, warnings, covered), note)
-        result.save(store.output)
-    except KvtoolError as error:
-        store.close(finished=False, resumable=error.code in RESUMABLE)
-        raise
-    except BaseException:
-        store.close(finished=False)
-        raise
-    store.close(finished=True)
-    return result
+    crew = Crew.of(workers, cluster, output, note)
+    asked: dict[str, Any] = {
+        "policies": policies,
+        "ratios": ratios,
+        "budgets": budgets,
+        "schedules": schedules,
+        "evict_at": evict_at,
+        "sinks": sinks,
+        "window": window,
+        "prefix": prefix,
+        "deadline_ms": deadline_ms,
+        "telemetry": telemetry,
+        "bin_steps": bin_steps,
+        "evaluate": evaluate,
+        "precision": precision,
+        "kl_windows": kl_windows if isinstance(kl_windows, int) else tuple(kl_windows),
+        "token_shares": token_shares,
+        "decompose": asked_for(decompose, center=center, horizon=horizon, samples=samples, pool=pool, keep=keep),
+        "metrics": metrics,
+        "device": device,
+    }
+    plan = make_plan(**asked)
+    with place_for(crew, output, force) as (store, kept), one_thread(crew):
+        opened = trace if isinstance(trace, Trace) else open_trace(trace, online=online)
+        work = work_of(opened, plan, layers, sequences)
+        plan, warnings = servable(plan, work, optional="all" in policies)
+        warnings = warnings + unequal_starts(plan, work)
+        covered = _covered(opened, plan, work)
+        if plan.decompose is not None:
+            warnings = warnings + decomposable(plan, work)
+            if note is not None:
+                note(stated_cost(plan, work))
+        if crew is not None:
+            crew.stated(plan, work)
+        run = _Run(opened, plan, work, progress, crew, asked, online)
+        if store is None:
+            return noted(run.result(None, warnings, covered), note)
+        store.open(plan.identity(opened))
+        try:
+            result = noted(run.result(store, warnings, covered), note)
+            if kept:
+                result.save(store.output)
+        except KvtoolError as error:
+            store.close(finished=False, resumable=error.code in RESUMABLE)
+            raise
+        except BaseException:
+            store.close(finished=False)
+            raise
+        store.close(finished=True)
+        return result
 
 
 def replayed(trace: Trace, plan: Plan, work: Work) -> Result:
@@ -148,7 +165,7 @@ def replayed(trace: Trace, plan: Plan, work: Work) -> Result:
     Raises:
         KvtoolError: as `replay`.
     """
-    return _measure(trace, plan, work, None, None, [], _covered(trace, plan, work))
+    return _Run(trace, plan, work).result(None, [], _covered(trace, plan, work))
 
 
 def _covered(trace: Trace, plan: Plan, work: Work) -> Coverages:
@@ -164,46 +181,58 @@ def _covered(trace: Trace, plan: Plan, work: Work) -> Coverages:
     return found
 
 
-def _measure(
-    trace: Trace,
-    plan: Plan,
-    work: Work,
-    store: Store | None,
-    progress: Progress | None,
-    warnings: list[str],
-    covered: Coverages,
-) -> Result:
-    parts = _run(trace, plan, work, store, progress)
-    result = gather(trace, plan, work, parts, warnings, covered)
-    if plan.token_shares:
-        result.tables["token_shares"] = attribute(plan, work, parts, progress)
-    return result
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A replay whose every choice is made.
 
+    Attributes:
+        crew: who else does units; `asked`, the arguments that the plan was made of, and `online` are for it.
+    """
 
-def _run(trace: Trace, plan: Plan, work: Work, store: Store | None, progress: Progress | None) -> list[Part]:
-    """The part of every unit, taken from the store where it was finished before."""
-    common = plan.identity(trace)
-    parts = []
-    for done, (sequence, layer_id, step) in enumerate(work):
-        where = f"sequence {sequence.index} layer {layer_id}"
-        if progress is not None:
-            progress(done, len(work), where)
-        name, key = f"{sequence.index:04d}-{layer_id:03d}", digest({**common, "unit": [sequence.index, layer_id]})
-        part = store.load(name, key) if store else None
+    trace: Trace
+    plan: Plan
+    work: Work
+    progress: Progress | None = None
+    crew: Crew | None = None
+    asked: dict[str, Any] = field(default_factory=dict)
+    online: bool = False
+
+    def result(self, store: Store | None, warnings: list[str], covered: Coverages) -> Result:
+        """Every unit done and gathered."""
+        parts = self._parts(store)
+        result = gather(self.trace, self.plan, self.work, parts, warnings, covered)
+        if self.plan.token_shares:
+            result.tables["token_shares"] = attribute(self.plan, self.work, parts, self.progress)
+        return result
+
+    def _parts(self, store: Store | None) -> list[Part]:
+        """The part of every unit, taken from the store where it was finished before."""
+        common = self.plan.identity(self.trace)
+        units = [
+            Unit(
+                sequence.index,
+                layer_id,
+                step,
+                f"{sequence.index:04d}-{layer_id:03d}",
+                digest({**common, "unit": [sequence.index, layer_id]}),
+            )
+            for sequence, layer_id, step in self.work
+        ]
+        if self.crew is not None and store is not None:
+            return self.crew.parts(self.trace, self.plan, self.asked, units, store, self.progress, self.online)
+        places = zip(units, self.work, strict=True)
+        return [self._part(done, unit, sequence, store) for done, (unit, (sequence, _, _)) in enumerate(places)]
+
+    def _part(self, done: int, unit: Unit, sequence: Sequence, store: Store | None) -> Part:
+        def tell(where: str) -> None:
+            if self.progress is not None:
+                self.progress(done, len(self.work), where)
+
+        tell(str(unit))
+        part = store.load(unit.name, unit.key) if store else None
         if part is None:
-            with in_sequence(sequence.index):
-                part = run_unit(sequence, layer_id, plan, step, _within(progress, done, len(work), where))
+            with in_sequence(unit.sequence):
+                part = run_unit(sequence, unit.layer, self.plan, unit.step, lambda what: tell(f"{unit}: {what}"))
             if store:
-                store.save(name, key, part)
-        parts.append(part)
-    return parts
-
-
-def _within(progress: Progress | None, done: int, total: int, where: str) -> Callable[[str], None]:
-    """What a long unit says while it runs."""
-
-    def say(what: str) -> None:
-        if progress is not None:
-            progress(done, total, f"{where}: {what}")
-
-    return say
+                store.save(unit.name, unit.key, part)
+        return part

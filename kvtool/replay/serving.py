@@ -110,6 +110,6 @@ def first_replay(trace: Any) -> str:
         for layer_id in sequence.layer_ids
     )
     if not asked or shortest < 4:
-        return f"kvtool inspect {trace.path}"
+        return f"kvtool inspect {trace.shown}"
     small = f" --sinks 1 --window {max(1, shortest // 8)}" if shortest < 128 else ""
-    return f"kvtool replay {trace.path} -p all -r 0.5{small}"
+    return f"kvtool replay {trace.shown} -p all -r 0.5{small}"

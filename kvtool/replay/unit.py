@@ -21,6 +21,7 @@ from kvtool.replay.decide import donor_of, run_schedule
 from kvtool.replay.decisions import decision_entries
 from kvtool.replay.decompose import Say, decompose_unit
 from kvtool.replay.events import event_entries
+from kvtool.replay.heap import trim
 from kvtool.replay.landmarks import about
 from kvtool.replay.metric_columns import columns_of, refuse_double, row_entries
 from kvtool.replay.notes import note_thinned, note_unit, without_effect
@@ -35,6 +36,7 @@ from kvtool.schedule import Schedule
 from kvtool.trace import Sequence
 
 FLAGS = ("no_effect", "window_decided")  # why the numbers of a cell say nothing of its policy
+LONG = 4096  # tokens from which a policy leaves enough free memory behind to be worth giving back
 MOST_SPANS = 64  # events of a cell that get entries of their own
 
 
@@ -53,10 +55,16 @@ def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say 
 def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say) -> Part:
     layer = sequence.layer(layer_id, dtype=plan.dtype)
     donor = donor_of(sequence, layer)
-    for each in {id(donor): donor, id(layer): layer}.values():
-        _refuse_nonsense(each, sequence.index)
+    if donor is not layer:
+        _refuse_nonsense(donor, sequence.index)
+    _refuse_nonsense(layer, sequence.index)
     steps = layer.query_steps[layer.query_steps >= step]
-    decided = decide_cells(sequence, layer, plan, step)
+    decided = decide_cells(sequence, layer, plan, step, donor)
+    own = donor is layer
+    layer = layer.with_queries_of(steps)  # no policy reads the past any more
+    donor = layer if own else replace(donor)  # of another's cache the geometry is enough
+    if layer.tokens >= LONG:
+        trim()
     positions = [cell.policy.positions for cell in plan.cells]
     errors = evaluate_cells(layer, decided, steps, positions, mode=plan.evaluate)
     starts = {schedule: evaluated_from(schedule, sequence) for schedule in plan.schedules}
@@ -200,13 +208,18 @@ def _counts_at(event: Event | None) -> dict[str, float | None]:
     return {**counts_of(alone, 0), "evicted": evicted}
 
 
-def decide_cells(sequence: Sequence, layer: Layer, plan: Plan, step: int) -> list[RetainedSet]:
+def decide_cells(
+    sequence: Sequence, layer: Layer, plan: Plan, step: int, donor: Layer | None = None
+) -> list[RetainedSet]:
     """The retained set of every cell of the plan, in order.
 
     A layer that reads another's keys and values inherits that layer's decisions: the token is in
     one cache only, and the donor's queries scored it.
+
+    Args:
+        donor: that layer, where it is at hand.
     """
-    donor = plan.calibrated(donor_of(sequence, layer))
+    donor = plan.calibrated(donor or donor_of(sequence, layer))
     ahead = donor.query_steps[donor.query_steps >= step]
     decided: list[RetainedSet] = []
     shared: dict[Any, Any] = {}  # dropped with the unit
@@ -214,6 +227,8 @@ def decide_cells(sequence: Sequence, layer: Layer, plan: Plan, step: int) -> lis
         for schedule in plan.schedules:
             rules = plan.rules(schedule, control=label in CONTROLS)
             decided += run_schedule(donor, label, policy, plan.budgets, rules, ahead, shared=shared)
+        if donor.tokens >= LONG:
+            trim()
     return decided
 
 
@@ -225,7 +240,7 @@ def _refuse_nonsense(layer: Layer, sequence: int) -> None:
     if layer.geometry.sink_logits is not None:
         arrays["sink_logits"] = layer.geometry.sink_logits
     for name, array in arrays.items():
-        if not bool(torch.isfinite(array).all()):
+        if not all(bool(torch.isfinite(part).all()) for part in array):  # of all at once: a copy of the whole
             raise KvtoolError(
                 "not-finite",
                 f"{name} of sequence {sequence}, layer {layer.geometry.layer} hold NaN or infinity",

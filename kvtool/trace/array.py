@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
@@ -83,21 +84,32 @@ def write_heads(
             array[h, start : start + step] = rows[start : start + step]
 
 
-def read_array(root: Path, info: ArrayInfo, entries: Mapping[str, Entry], head: int | None = None) -> Tensor:
-    """A stored array as a tensor in its stored dtype, the checksum of every chunk that is read compared.
+def read_array(
+    root: Path,
+    info: ArrayInfo,
+    entries: Mapping[str, Entry],
+    head: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A stored array as a tensor, the checksum of every chunk that is read compared.
 
     Args:
         head: read this one alone, [1, ...]; for arrays whose chunks hold one head each.
+        dtype: of the tensor, None for the stored one. Chunks are converted as they come: never is there a second
+            copy of the whole.
 
     Raises:
         KvtoolError: code `trace-damaged`, naming the chunk.
     """
     if info.compressed:
-        return to_torch(_read_frames(root, info, entries, head), info.logical)
+        found = to_torch(_read_frames(root, info, entries, head), info.logical)
+        return found if dtype is None else found.to(dtype)
     shape = info.shape if head is None else (1, *info.shape[1:])
     if head is not None and info.chunk == shape:  # the chunk is the answer: it stays the map, nothing is copied
-        return to_torch(_checked_chunk(root, info, next(_chunks(info, head)), entries), info.logical)
-    out = np.empty(shape, dtype=info.dtype)
+        found = to_torch(_checked_chunk(root, info, next(_chunks(info, head)), entries), info.logical)
+        return found if dtype is None else found.to(dtype, copy=True)
+    stored = np.empty(shape if dtype is None else 0, dtype=info.dtype)
+    converted = torch.empty(0 if dtype is None else shape, dtype=dtype)
     for index in _chunks(info, head):
         block = _checked_chunk(root, info, index, entries)
         index = index if head is None else (0, *index[1:])
@@ -105,8 +117,12 @@ def read_array(root: Path, info: ArrayInfo, entries: Mapping[str, Entry], head: 
             slice(i * step, min((i + 1) * step, size))
             for i, step, size in zip(index, info.chunk, info.shape, strict=True)
         )
-        out[inside] = block[tuple(slice(0, part.stop - part.start) for part in inside)]
-    return to_torch(out, info.logical)
+        rows = block[tuple(slice(0, part.stop - part.start) for part in inside)]
+        if dtype is None:
+            stored[inside] = rows
+        else:
+            converted[inside] = to_torch(rows.copy(), info.logical)
+    return to_torch(stored, info.logical) if dtype is None else converted
 
 
 def _checked_chunk(root: Path, info: ArrayInfo, index: tuple[int, ...], entries: Mapping[str, Entry]) -> np.ndarray:
@@ -130,6 +146,11 @@ def _chunks(info: ArrayInfo, head: int | None) -> Iterator[tuple[int, ...]]:
         raise AssertionError(f"{info.path} has no chunks of head {head}")
     first, *others = (range(count) for count in info.grid)
     return itertools.product(first if head is None else (head,), *others)
+
+
+def chunk_files(info: ArrayInfo, head: int | None = None) -> list[str]:
+    """The files below the trace that reading an array, or one head of it, opens."""
+    return ["/".join([info.path, "c", *map(str, index)]) for index in _chunks(info, head)]
 
 
 def damaged(root: Path, name: str, what: str) -> KvtoolError:

@@ -14,29 +14,57 @@ from kvtool.trace.consistency import check_layer, check_sequence, sequence_field
 from kvtool.trace.gradients import check_gradients, parse_gradients
 from kvtool.trace.landmarks import check_landmarks, check_synthetic
 from kvtool.trace.layout import ATTRIBUTE, COMMIT, sequence_path
-from kvtool.trace.metadata import check_lengths, read_tree
+from kvtool.trace.metadata import MOST_METADATA_BYTES, check_lengths, read_tree
 from kvtool.trace.publish import WRITING, siblings
 from kvtool.trace.reader import Sequence, Trace
+from kvtool.trace.remote import Mirror, is_address
 
 
-def open_trace(path: str | os.PathLike[str]) -> Trace:
+def open_trace(path: str | os.PathLike[str], *, online: bool = False) -> Trace:
     """Open a trace: format, commit file, lengths of all files and safety of all metadata are checked.
 
     Contents of arrays are compared with their checksums when they are read, and all at once by
     `kvtool inspect --verify`.
 
+    Args:
+        path: a folder, or an address that fsspec knows, such as s3://bucket/run.zarr.
+        online: whether addresses may be fetched from.
+
     Raises:
-        KvtoolError: `file-missing`, `trace-not`, `trace-incomplete`, `trace-damaged`, `trace-unsafe`, `trace-format`.
+        KvtoolError: `file-missing`, `trace-not`, `trace-incomplete`, `trace-damaged`, `trace-unsafe`, `trace-format`;
+            `usage` for an address without `online`.
     """
+    if (address := os.fspath(path)) and is_address(address):
+        mirror = mirror_of(address, online)
+        with mirror.speaking():
+            return load_trace(mirror.root, mirror)
     root = Path(path)
     refuse_incomplete(root)
     return load_trace(root)
 
 
-def load_trace(root: Path) -> Trace:
-    """`open_trace` for a folder that may still be unpublished: the writer's last check of its own work."""
+def mirror_of(address: str, online: bool) -> Mirror:
+    """What fetches from `address`.
+
+    Raises:
+        KvtoolError: `usage` without `online`, and as kvtool.trace.remote.Mirror.
+    """
+    if not online:
+        raise KvtoolError("usage", f"{address} is an address, and nothing is fetched without --online", "add --online")
+    return Mirror(address)
+
+
+def load_trace(root: Path, mirror: Mirror | None = None) -> Trace:
+    """`open_trace` for a folder that may still be unpublished: the writer's last check of its own work.
+
+    Args:
+        mirror: whose folder it is, where the trace lies elsewhere; then files are checked as they come.
+    """
     commit = read_commit(root)
-    check_lengths(root, commit)
+    if mirror is None:
+        check_lengths(root, commit)
+    else:
+        mirror.admit(commit, MOST_METADATA_BYTES)
     tree = read_tree(root, commit)
     manifest = tree.groups.get("", {}).get(ATTRIBUTE)
     if not isinstance(manifest, dict):
@@ -45,7 +73,7 @@ def load_trace(root: Path) -> Trace:
     for name in ("model", "tokenizer", "capture"):
         if not isinstance(manifest.get(name, {}), dict | None):
             raise KvtoolError("trace-unsafe", f"{root} has a manifest whose {name} is no object")
-    trace = Trace(root, commit, tree, manifest)
+    trace = Trace(root, commit, tree, manifest, mirror=mirror)
     numbers = sorted(int(found[1]) for group in tree.groups if (found := re.match(r"sequences/(\d+)\Z", group)))
     if not numbers or numbers != list(range(len(numbers))):
         raise KvtoolError("trace-unsafe", f"{root} has the sequences {numbers}, expected 0, 1, 2 and so on")

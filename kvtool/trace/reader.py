@@ -15,12 +15,13 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 from kvtool.layer import Geometry, Gradients, Layer
 from kvtool.rotation import Rotation
-from kvtool.trace.array import read_array
+from kvtool.trace.array import chunk_files, read_array
 from kvtool.trace.commit import Commit
 from kvtool.trace.consistency import steps_fault
 from kvtool.trace.gradients import gradient_steps_fault
 from kvtool.trace.layout import FLOATS, layer_path, projection_path, sequence_path
 from kvtool.trace.metadata import Tree
+from kvtool.trace.remote import Mirror
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,7 @@ class Trace:
         digest: SHA-256 over the list of all its files, 64 hex digits; names this very content.
         manifest: `format`, `model`, `tokenizer`, `capture` as the writer recorded them.
         sequences: the runs, in order.
+        mirror: what fetches the files of a trace that lies elsewhere into `path`.
         stored_dtype: dtype of queries, keys and values on disk.
     """
 
@@ -40,11 +42,22 @@ class Trace:
     tree: Tree = field(repr=False)
     manifest: dict[str, Any] = field(repr=False)
     sequences: list[Sequence] = field(default_factory=list, repr=False)
+    mirror: Mirror | None = field(default=None, repr=False)
 
     @property
     def digest(self) -> str:
         """The trace digest."""
         return self.commit.digest
+
+    @property
+    def address(self) -> str:
+        """Where another process finds it: an absolute path, or the address that it was opened at."""
+        return str(self.path.absolute()) if self.mirror is None else self.mirror.address
+
+    @property
+    def shown(self) -> str:
+        """What a user calls it: the path or address that it was opened at."""
+        return str(self.path) if self.mirror is None else self.mirror.address
 
     @cached_property
     def layer_ids(self) -> list[int]:
@@ -129,10 +142,17 @@ class Sequence:
             return projection_path(layer)
         return f"{sequence_path(self.index) if layer is None else layer_path(self.index, layer)}/{name}"
 
-    def array(self, name: str, layer: int | None = None, head: int | None = None) -> Tensor:
-        """A stored array, or one `head` of it [1, ...], in its stored dtype, read anew, checksums compared."""
-        path = self._array_path(name, layer)
-        return read_array(self.trace.path, self.trace.tree.arrays[path], self.trace.commit.entries, head)
+    def array(
+        self, name: str, layer: int | None = None, head: int | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A stored array, or one `head` of it [1, ...], in its stored dtype or in `dtype`, read anew, checksums
+        compared."""
+        info, mirror = self.trace.tree.arrays[self._array_path(name, layer)], self.trace.mirror
+        if mirror is None:
+            return read_array(self.trace.path, info, self.trace.commit.entries, head, dtype)
+        with mirror.speaking():
+            mirror.need(chunk_files(info, head))
+            return read_array(self.trace.path, info, self.trace.commit.entries, head, dtype)
 
     def head(self, name: str, layer: int, head: int) -> Tensor:
         """[n, dim] of one head of a layer's own `queries`, `keys` (rotated), `values` or `output_sample`."""
@@ -202,9 +222,9 @@ class Sequence:
         geometry = self.geometry(layer_id)
         donor = layer_id if geometry.kv_source is None else geometry.kv_source
         loaders: dict[str, Callable[[], Tensor]] = {
-            "queries": lambda: self.array("queries", layer_id),
-            "keys": lambda: self._keys(donor),
-            "values": lambda: self.array("values", donor),
+            "queries": lambda: self.array("queries", layer_id, dtype=dtype),
+            "keys": lambda: self._keys(donor, dtype=dtype),
+            "values": lambda: self.array("values", donor, dtype=dtype),
         }
         for name in ("output_projection", "output_sample", "output_gradients"):
             if self.has_array(name, layer_id):
@@ -255,10 +275,10 @@ class Sequence:
             raise KvtoolError("trace-unsafe", f"layer {layer_id} of sequence {self.index} has {fault}")
         return steps
 
-    def _keys(self, donor: int, head: int | None = None) -> Tensor:
-        keys = self.array("keys", donor, head)
+    def _keys(self, donor: int, head: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if self.parsed[donor][1]:
-            return keys
+            return self.array("keys", donor, head, dtype)
+        keys = self.array("keys", donor, head)
         rotation = self.geometry(donor).rotation
         if rotation == "none":
             return keys

@@ -62,7 +62,7 @@ def _sequence(sequence: Sequence) -> dict[str, Any]:
 def summary(trace: Trace) -> dict[str, Any]:
     """Model, manifest, sizes, sequences and layers. Valid JSON; reads metadata and a few small arrays only."""
     return {
-        "path": str(trace.path),
+        "path": trace.shown,
         "digest": trace.digest,
         "format": trace.manifest["format"],
         "model": trace.manifest.get("model"),

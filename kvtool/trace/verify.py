@@ -13,7 +13,8 @@ from kvtool.errors import KvtoolError
 from kvtool.trace.commit import Entry, file_entry, read_commit
 from kvtool.trace.layout import COMMIT
 from kvtool.trace.metadata import list_files
-from kvtool.trace.opening import refuse_incomplete
+from kvtool.trace.opening import mirror_of, refuse_incomplete
+from kvtool.trace.remote import Mirror, is_address
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,18 @@ class ByteReport:
     damage: list[Damage]
 
 
-def verify_bytes(path: str | os.PathLike[str], progress: Callable[[int, int, str], None] | None = None) -> ByteReport:
+def verify_bytes(
+    path: str | os.PathLike[str], progress: Callable[[int, int, str], None] | None = None, *, online: bool = False
+) -> ByteReport:
     """Compare every file with the commit file's length and SHA-256, and look for files it does not list.
+
+    At an address every file is fetched, compared and dropped; what is not listed cannot be seen there.
 
     Raises:
         KvtoolError: where there is no published trace at all, or one of a newer format.
     """
+    if (address := os.fspath(path)) and is_address(address):
+        return _verify_remote(mirror_of(address, online), progress)
     root = Path(path)
     refuse_incomplete(root)
     damage: list[Damage] = []
@@ -79,6 +86,22 @@ def verify_bytes(path: str | os.PathLike[str], progress: Callable[[int, int, str
         damage.append(Damage(name, _difference(name, found, entries[name], owners)))
     damage.extend(Damage(name, "not listed in COMMIT.json") for name in list_files(root) if name not in entries)
     return ByteReport(len(entries), sum(entry.length for entry in entries.values()), damage)
+
+
+def _verify_remote(mirror: Mirror, progress: Callable[[int, int, str], None] | None) -> ByteReport:
+    with mirror.speaking():
+        commit = read_commit(mirror.root)
+    damage: list[Damage] = []
+    for done, name in enumerate(commit.entries):
+        if progress is not None:
+            progress(done, len(commit.entries), "files")
+        try:
+            mirror.check(name, commit)
+        except KvtoolError as error:
+            if error.code != "trace-damaged":
+                raise
+            damage.append(Damage(name, error.message.partition(f": {name}: ")[2]))
+    return ByteReport(len(commit.entries), commit.total_bytes, damage)
 
 
 def _difference(name: str, found: Entry, expected: Entry, owners: dict[Entry, str]) -> str:

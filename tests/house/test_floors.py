@@ -39,6 +39,8 @@ HOMES = {
     "safetensors": ("kvtool/capture/", "kvtool/trace/"),
     "triton": ("kernels/",),
     "scipy": ("kvtool/compare/",),
+    "fsspec": ("kvtool/trace/",),
+    "distributed": ("kvtool/replay/cluster.py",),
 }
 
 
