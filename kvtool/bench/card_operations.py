@@ -215,17 +215,18 @@ def tangent_check(place: str, tokens: int = 1111) -> Check:
 
 
 def tangent_work(place: str) -> Work:
-    """Tangents of one KV head's group for many shifts: keys and directions are read once."""
+    """Full and diagonal tangents of one KV head's group for many shifts: keys and directions are read once, and the
+    responses of the tokens, which both tangents need, are computed once."""
     group = LAYER.query_heads // LAYER.kv_heads
     centre, keys, directions, shift = (x.to(place) for x in _tangent_inputs(group, LONG, LAYER.dim, SHIFTS))
     how = {"scale": LAYER.dim**-0.5}
     mine = kernel("tangent", "tangent_at")(centre, keys, directions, **how)
     plain = tangent_reference.tangent_at(centre, keys, directions, **how)
     return Work(
-        lambda: mine.full(shift),
-        {"plain": lambda: plain.full(shift)},
-        _bytes(keys, directions, shift) + _bytes(shift),
-        4 * group * SHIFTS * LONG * LAYER.dim,
+        lambda: mine.both(shift),
+        {"plain": lambda: (plain.full(shift), plain.diagonal(shift))},
+        _bytes(keys, directions, shift) + 2 * _bytes(shift),
+        6 * group * SHIFTS * LONG * LAYER.dim,
         torch.float32,
     )
 

@@ -147,7 +147,7 @@ def leverage(here: Situation) -> dict[str, Measured]:
 
 
 def tangent(here: Situation) -> dict[str, Measured]:
-    """Full tangents of 4 query heads over 32,768 tokens for 512 shifts, float32."""
+    """Full and diagonal tangents of 4 query heads over 32,768 tokens for 512 shifts, float32."""
     return _timed(here, "tangent", ("plain",), operations.tangent_work)
 
 
