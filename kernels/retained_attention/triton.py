@@ -25,7 +25,8 @@ from kvtool.kernels.attention_mass.launch import (
     power_of_two,
 )
 
-from .errors import CellErrors, Which
+from .errors import CellErrors
+from .head_span import Which
 from .norms import STATISTICS, fill_norms, fill_products, hide_unsound, sound_values
 from .retained_kernel import retained_kernel
 
