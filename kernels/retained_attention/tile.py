@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,6 +75,11 @@ class Tile:
         return cls(exponentials, shift, sink, total if sink is None else total + sink)
 
 
+def _large(count: int, like: Tensor) -> Tensor:
+    """[count] anything, by NumPy, which asks the system for huge pages: rows picked out of 4 KiB pages miss the TLB."""
+    return torch.from_numpy(np.empty(count, dtype=np.float64 if like.dtype == torch.float64 else np.float32))
+
+
 class Workspace:
     """Memory that is used over and over: new memory costs more than the sums themselves.
 
@@ -87,7 +93,7 @@ class Workspace:
 
     def __init__(self, tokens: int, rows: int, width: int, like: Tensor) -> None:
         self._width, self._like = width, like
-        self.logits = like.new_empty(tokens * rows)
+        self.logits = _large(tokens * rows, like)
         self.gathered = like.new_empty(CHUNK_TOKENS * rows)
         self._numerator = like.new_empty(rows * width)
         self._levels: list[Sums] = []
