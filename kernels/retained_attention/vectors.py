@@ -13,7 +13,7 @@ class Vectors:
     """Some cells over the r rows of a tile.
 
     Attributes:
-        cells: which k cells, as a slice where they follow each other.
+        cells: which k cells.
         full: [r, Dv] f_V.
         retained: [k, r, Dv] f_R, None where `difference` is e itself.
         difference: [k, r, Dv] fE - f_R, or e itself.
@@ -21,12 +21,20 @@ class Vectors:
         touched: [k, r] bool, something visible is evicted.
     """
 
-    cells: slice | Tensor
+    cells: list[int]
     full: Tensor
     retained: Tensor | None
     difference: Tensor
     mass_of: Tensor
     touched: Tensor
+
+    @property
+    def places(self) -> slice | Tensor:
+        """The cells as a slice where one follows the other: to write there moves no memory twice."""
+        first = self.cells[0]
+        if self.cells == list(range(first, first + len(self.cells))):
+            return slice(first, first + len(self.cells))
+        return torch.tensor(self.cells)
 
     def error(self) -> Tensor:
         """[k, r, Dv] e."""
