@@ -21,6 +21,8 @@ from .inputs import Inputs, Seen
 from .tile import Workspace
 from .vectors import Vectors
 
+__all__ = ["CellErrors", "Which", "cell_errors", "serves"]
+
 TILE_ROWS = 512  # query rows of one KV head in a tile: fewer, and calls cost more than sums
 SPAN_STEPS = 512  # steps whose sets are cut into families at once
 SPARSE = 0.8  # share of the tokens that some cell keeps, below which only these are read where that is enough
@@ -208,7 +210,9 @@ def _measure_span(
             inside = slice(part.start - span.start, part.stop - span.start)
             slopes = None if gradients is None else _slopes(gradients[:, group], gradient_rows, part)
             tile = evaluated(head, part, known, sums)
-            found.squared_output[group, part] = _by_step(tile.full.norm(dim=-1).double().square(), inputs.group)
+            found.squared_output[group, part] = _by_step(
+                torch.linalg.vector_norm(tile.full, dim=-1).double().square(), inputs.group
+            )
             if projection is not None and projected is not None:
                 projected[cells, inside] += _project(tile.full[None], projection[group])[0]
             for vectors in tile.vectors():

@@ -69,6 +69,11 @@ class Masses:
     weak: Tensor
     close: Tensor
 
+    @property
+    def alone(self) -> Tensor | None:
+        """[c, r] bool, something is evicted and nothing retained; None where that never is so."""
+        return None if bool(self.holds.all()) else self.touched & ~self.holds
+
 
 @dataclass(eq=False)
 class Evaluated:
@@ -194,7 +199,7 @@ class Evaluated:
         mass = one.mass if bool(one.holds.all()) else torch.where(one.holds, one.mass, 1.0)
         error = torch.addcdiv(full, numerators, mass[..., None], value=-1)
         plain = torch.ones_like(mass, dtype=torch.float64)
-        return Vectors(self._named(one), full, None, error, plain, one.touched)
+        return Vectors(self._named(one), full, None, error, plain, one.touched, one.alone)
 
     def _from_both_sides(self, members: Members, one: Masses, sums: Sums, full: Tensor) -> Vectors:
         """e = m (fE - f_R)."""
@@ -212,7 +217,7 @@ class Evaluated:
             difference = torch.where(one.touched[..., None], difference, 0.0)
         gone, left = lost.double(), one.mass.double()
         mass = torch.where(one.touched, gone / (gone + left), 0.0)
-        found = Vectors(self._named(one), full, retained, difference, mass, one.touched)
+        found = Vectors(self._named(one), full, retained, difference, mass, one.touched, one.alone)
         weak = one.touched & (one.weak | (lost < self.span.tiny))
         if bool(weak.any()):
             self._again(one.leaves, weak, found, retained)

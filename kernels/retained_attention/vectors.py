@@ -19,6 +19,7 @@ class Vectors:
         difference: [k, r, Dv] fE - f_R, or e itself.
         mass_of: [k, r] float64, share of attention evicted; 1 where `difference` is e itself.
         touched: [k, r] bool, something visible is evicted.
+        alone: [k, r] bool, and nothing visible is retained: e is then f_V, bit for bit; None where that never is so.
     """
 
     cells: list[int]
@@ -27,6 +28,7 @@ class Vectors:
     difference: Tensor
     mass_of: Tensor
     touched: Tensor
+    alone: Tensor | None = None
 
     @property
     def places(self) -> slice | Tensor:
@@ -38,7 +40,9 @@ class Vectors:
 
     def error(self) -> Tensor:
         """[k, r, Dv] e."""
-        return self.difference * torch.where(self.touched, self.mass_of, 0.0).to(self.full.dtype)[..., None]
+        share = torch.where(self.touched, self.mass_of, 0.0).to(self.full.dtype)
+        found = self.difference * share[..., None]
+        return found if self.alone is None else torch.where(self.alone[..., None], self.full, found)
 
     def gap(self) -> Tensor:
         """[k, r] float64."""
@@ -50,7 +54,13 @@ class Vectors:
 
     def squared_error(self) -> Tensor:
         """[k, r] float64."""
-        return torch.where(self.touched, (self.mass_of * self._length()).square(), 0.0)
+        found = torch.where(self.touched, (self.mass_of * self._length()).square(), 0.0)
+        return found if self.alone is None else torch.where(self.alone, self.squared_output(), found)
+
+    def squared_output(self) -> Tensor:
+        """[r] float64."""
+        found: Tensor = torch.linalg.vector_norm(self.full, dim=-1)
+        return found.double().square()
 
     def _length(self) -> Tensor:
         found: Tensor = torch.linalg.vector_norm(self.difference, dim=-1)
