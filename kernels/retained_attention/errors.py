@@ -200,10 +200,12 @@ def _measure_span(
     for kv_head in range(inputs.kv_heads):
         group = inputs.query_heads_of(kv_head)
         leaves = evict_steps[:, kv_head][:, columns]
+        copies = _copies(leaves, inputs.steps[span])
+        leaves, numbers = leaves[list(copies)], list(copies)
         kept = (leaves > inputs.steps[span].min()).any(0) if sparse else None
         if kept is not None and int(kept.sum()) >= SPARSE * kept.numel():
             kept = None
-        head = HeadSpan(inputs, kv_head, columns, leaves, inputs.steps[span], which, memory, kept)
+        head = HeadSpan(inputs, kv_head, columns, leaves, inputs.steps[span], which, memory, kept, numbers)
         for part in parts:
             known = None if full is None else full[group, part].reshape(-1, width)
             sums = None if log_sum_exp is None else log_sum_exp[group, part].reshape(-1)
@@ -218,13 +220,38 @@ def _measure_span(
             for vectors in tile.vectors():
                 _store(found, vectors, group, part, inputs.group, which)
                 if projection is not None and projected is not None:
-                    projected[vectors.places, inside] += _project(vectors.error(), projection[group])
+                    moved = _project(vectors.error(), projection[group])
+                    projected[vectors.places, inside] += moved
+                    for cell, own in zip(vectors.cells, moved, strict=True):
+                        for copy in copies[cell]:
+                            projected[copy, inside] += own
                 if slopes is not None and found.gradient_dot is not None:
                     dots = torch.einsum("ktd,tsd->kst", vectors.error(), slopes).neg_()
                     found.gradient_dot[vectors.places, :, group, part] = dots.unflatten(2, (inputs.group, -1))
+        for cell, others in copies.items():
+            for copy in others:
+                for numbers_of in (found.squared_error, found.mass, found.gap, found.cosine):
+                    numbers_of[copy, group, span].copy_(numbers_of[cell, group, span])
+                if found.gradient_dot is not None:
+                    found.gradient_dot[copy, :, group, span].copy_(found.gradient_dot[cell, :, group, span])
     if projected is not None and found.layer_squared_error is not None and found.layer_squared_output is not None:
         norms = torch.linalg.vector_norm(projected, dim=-1, dtype=torch.float64).square()
         found.layer_squared_error[:, span], found.layer_squared_output[span] = norms[:cells], norms[cells]
+
+
+def _copies(leaves: Tensor, steps: Tensor) -> dict[int, list[int]]:
+    """Every distinct set of `leaves` [C, n] over the steps, as its first cell -> the other cells with that very set.
+
+    What two cells keep alike has the same numbers to the bit, whatever family the sums are made in.
+    """
+    found: dict[bytes, int] = {}
+    copies: dict[int, list[int]] = {}
+    for cell, mine in enumerate(leaves.clamp(int(steps.min()), int(steps.max()) + 1).to(torch.int32).numpy()):
+        first = found.setdefault(mine.tobytes(), cell)
+        copies.setdefault(first, [])
+        if first != cell:
+            copies[first].append(cell)
+    return copies
 
 
 def _store(found: CellErrors, vectors: Vectors, group: slice, part: slice, heads: int, which: Which) -> None:
