@@ -16,6 +16,8 @@ from .own_maximum import by_own_maximum
 from .tile import SMALL_MASS, Sums, Tile, running
 from .vectors import Vectors
 
+FEW = 512  # pairs of a cell and a row: families over all columns are dearer
+
 
 def evaluated(
     span: HeadSpan,
@@ -152,7 +154,10 @@ class Evaluated:
             sums: per chain the levels of these rows, of all tokens where `every`.
         """
         span, full = self.span, self.full[rows]
-        if span.dropped is None:
+        if span.drops and rows.numel() * sum(len(one) for one in close) <= FEW:
+            self._replace_few(rows, members.family.chains, found, close)
+            return
+        if not span.drops:
             tile = self.tile.only(rows)
             again = Evaluated(span, self.part, tile, self.partial, self.visible, full, rows, both=True)
             if not every:
@@ -170,6 +175,15 @@ class Evaluated:
                 mine, (difference, mass) = where[place, rows], sides[cell]
                 vectors.difference[place, rows[mine]] = difference[mine]
                 vectors.mass_of[place, rows[mine]] = mass[mine]
+
+    def _replace_few(self, rows: Tensor, chains: list[Chain], found: list[Vectors], close: list[Tensor]) -> None:
+        for chain, vectors, where in zip(chains, found, close, strict=True):
+            for place, cell in enumerate(chain.cells):
+                mine = rows[where[place, rows]]
+                if mine.numel():
+                    sides = self.span.both_sides(self.part, mine, cell)
+                    vectors.difference[place, mine] = sides.difference
+                    vectors.mass_of[place, mine] = sides.mass
 
     def of_family(self, members: Members, sums: list[Sums]) -> Iterator[Vectors]:
         """Of one family, from both sides."""
@@ -241,7 +255,7 @@ class Evaluated:
     def _counts(self, members: Members, chain: Chain, leaves: Tensor) -> tuple[Tensor, Tensor]:
         """[c, r] bool: whether something visible is retained, and whether something visible is evicted."""
         holds, touched = self._among_columns(members, chain, leaves)
-        if self.span.dropped is not None:
+        if self.span.drops:
             touched = touched | self._by_row(self.span.sees_dropped(self.part))
         return holds, touched
 

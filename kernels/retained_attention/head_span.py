@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from .families import Family, families_of
 from .inputs import Inputs
+from .own_maximum import Rows, by_own_maximum
 from .tile import TINY, Chunk, Sums, Tile, Workspace, add_levels
 
 Which = Literal["all", "errors"]
@@ -27,7 +29,7 @@ class HeadSpan:
         numbers: what the C cells are called; None is 0..C-1.
 
     Attributes:
-        dropped: [m] ascending rows of the columns that are not read, None where all are.
+        drops: whether only the columns that some cell keeps are read.
     """
 
     def __init__(
@@ -46,13 +48,14 @@ class HeadSpan:
         self.numbers = list(range(len(leaves))) if numbers is None else numbers
         self._everything, self._steps = (columns, leaves), steps
         self._undropped: dict[int, HeadSpan] = {}
-        self.dropped: Tensor | None = None
+        self.drops = kept is not None
+        self._columns = columns
         if kept is not None:
-            places = torch.arange(inputs.rows.numel())[columns]
-            self.dropped = inputs.rows[places[~kept]].sort().values
-            columns, leaves = places[kept], leaves[:, kept]
-        self.keys, self.values = inputs.keys[kv_head][columns], inputs.values[kv_head][columns]
-        self.rows, self.tiny = inputs.rows[columns], TINY[self.values.dtype]
+            chosen = kept.nonzero()[:, 0]
+            self._columns = chosen + columns.start if isinstance(columns, slice) else columns[chosen]
+            leaves = leaves[:, chosen]
+        self.keys, self.rows = inputs.keys[kv_head][self._columns], inputs.rows[self._columns]
+        self.tiny = TINY[self.keys.dtype]
         stays = leaves > steps.min()  # [C, n]
         moving = stays & (leaves <= steps.max())
         self.families = []
@@ -69,20 +72,50 @@ class HeadSpan:
             self._undropped[id(members)] = HeadSpan(*where, "all", self.memory, numbers=cells)
         return self._undropped[id(members)]
 
+    @cached_property
+    def values(self) -> Tensor:
+        """[n, Dv]."""
+        return self.inputs.values[self.kv_head][self._columns]
+
+    def values_in(self, order: Tensor) -> Tensor:
+        """[n, Dv] in this order, copied once."""
+        columns = self._columns
+        places = order + columns.start if isinstance(columns, slice) else columns[order]
+        return self.inputs.values[self.kv_head][places]
+
     def sees_dropped(self, part: slice) -> Tensor:
-        """[b] bool, steps that would see a key that was dropped."""
+        """[b] bool, steps that would see a key that is not read."""
         steps, first = self.inputs.steps[part], self.inputs.first_visible[part]
-        if self.dropped is None:
-            return torch.zeros_like(steps, dtype=torch.bool)
-        return torch.searchsorted(self.dropped, steps, right=True) > torch.searchsorted(self.dropped, first)
+        read, every = self.rows.sort().values, self.inputs.rows[self._everything[0]].sort().values
+
+        def seen(rows: Tensor) -> Tensor:
+            return torch.searchsorted(rows, steps, right=True) - torch.searchsorted(rows, first)
+
+        return seen(every) > seen(read)
+
+    def both_sides(self, part: slice, rows: Tensor, cell: int) -> Rows:
+        """One cell over all columns for a few `rows` of a tile, by each side's own maximum."""
+        inputs, (columns, leaves) = self.inputs, self._everything
+        steps = inputs.steps[part]
+        at = rows % steps.numel()
+        found, first = inputs.rows[columns][:, None], inputs.first_visible[part][at]
+        logits = self._logits(inputs.keys[self.kv_head][columns], part, rows, None)
+        logits.masked_fill_((found < first) | (found > steps[at]), float("-inf"))
+        sinks = inputs.sinks(inputs.query_heads_of(self.kv_head), part)
+        gone = leaves[cell][:, None] <= steps[at]
+        values = inputs.values[self.kv_head][columns]
+        return by_own_maximum(logits, gone, values, None if sinks is None else sinks[rows])
 
     def logits(self, part: slice, rows: slice | Tensor, buffer: Tensor | None = None) -> Tensor:
         """[n, r] of the rows `rows` of the tile, whether visible or not; in the memory of `buffer` where given."""
+        return self._logits(self.keys, part, rows, buffer)
+
+    def _logits(self, keys: Tensor, part: slice, rows: slice | Tensor, buffer: Tensor | None) -> Tensor:
         inputs = self.inputs
         queries = inputs.queries[inputs.query_heads_of(self.kv_head), part].reshape(-1, inputs.queries.shape[2])[rows]
-        shape = len(self.keys), len(queries)
+        shape = len(keys), len(queries)
         into = None if buffer is None else buffer[: shape[0] * shape[1]].view(shape)
-        logits = torch.mm(self.keys, (queries * inputs.scale).T, out=into)
+        logits = torch.mm(keys, (queries * inputs.scale).T, out=into)
         if inputs.softcap is not None:
             logits = logits.div_(inputs.softcap).tanh_().mul_(inputs.softcap)
         return logits
@@ -100,8 +133,8 @@ class Members:
     def __init__(self, span: HeadSpan, family: Family, leaves: Tensor, moving: Tensor) -> None:
         self.family, self.leaves = family.without(moving.numpy()) if bool(moving.any()) else family, leaves
         self.moving, self.moves, self.memory = moving.nonzero()[:, 0], moving.numpy(), span.memory
-        values = span.values[self.family.order]
         family = self.family
+        values = span.values_in(family.order)
         self.kept_chunks = Chunk.of(family, values, 0, family.kept_atoms)
         self.lost_chunks = Chunk.of(family, values, family.kept_atoms, family.atoms)
 
