@@ -23,7 +23,8 @@ from .vectors import Vectors
 
 __all__ = ["CellErrors", "Which", "cell_errors", "serves"]
 
-TILE_ROWS = 512  # query rows of one KV head in a tile: fewer, and calls cost more than sums
+MOST_ROWS, LEAST_ROWS = 1024, 256  # query rows of one KV head in a tile: with fewer, calls cost more than sums
+TILE_NUMBERS = 1 << 24  # exponentials of a tile
 SPAN_STEPS = 512  # steps whose sets are cut into families at once
 SPARSE = 0.8  # share of the tokens that some cell keeps, below which only these are read where that is enough
 SPAN_BYTES = 96 << 20  # of projected errors of all cells of a span
@@ -148,8 +149,8 @@ def _spans(inputs: Inputs, evict_steps: Tensor, projection: Tensor | None) -> It
     most = SPAN_STEPS
     if projection is not None:
         one = max(1, (len(evict_steps) + 1) * projection.shape[2] * inputs.queries.element_size())
-        most = max(TILE_ROWS // inputs.group, min(most, SPAN_BYTES // one), 1)
-    least = max(1, TILE_ROWS // inputs.group // 4)
+        most = max(LEAST_ROWS // inputs.group, min(most, SPAN_BYTES // one), 1)
+    least = max(1, LEAST_ROWS // inputs.group // 4)
     start, count = 0, int(steps.numel())
     changes = _changes(evict_steps)
     while start < count:
@@ -188,7 +189,7 @@ def _measure_span(
 ) -> None:
     """Fill in the steps of one span."""
     columns = Seen.between(inputs, span).columns
-    size = inputs.block or max(1, TILE_ROWS // inputs.group)
+    size = inputs.block or _tile_steps(inputs, columns)
     parts = [slice(at, min(at + size, span.stop)) for at in range(span.start, span.stop, size)]
     width, cells = inputs.values.shape[2], len(evict_steps)
     projected = None
@@ -237,6 +238,12 @@ def _measure_span(
     if projected is not None and found.layer_squared_error is not None and found.layer_squared_output is not None:
         norms = torch.linalg.vector_norm(projected, dim=-1, dtype=torch.float64).square()
         found.layer_squared_error[:, span], found.layer_squared_output[span] = norms[:cells], norms[cells]
+
+
+def _tile_steps(inputs: Inputs, columns: slice | Tensor) -> int:
+    """Steps in a tile of these columns."""
+    rows = TILE_NUMBERS // max(1, len(inputs.rows[columns]))
+    return max(1, min(MOST_ROWS, max(LEAST_ROWS, rows)) // inputs.group)
 
 
 def _copies(leaves: Tensor, steps: Tensor) -> dict[int, list[int]]:
