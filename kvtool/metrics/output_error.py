@@ -31,9 +31,7 @@ def nanquantiles(values: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     last = (values.shape[-1] - 1 - undefined).clamp_min(0)  # with none defined the first is NaN
     places = shares.view(-1, *[1] * last.ndim) * last  # [Q, ...]
     low, high = places.floor().to(torch.int64), places.ceil().to(torch.int64)
-    below, above = (
-        ordered.gather(-1, at.movedim(0, -1).contiguous()).movedim(-1, 0) for at in (low, high)
-    )
+    below, above = (ordered.gather(-1, at.movedim(0, -1).contiguous()).movedim(-1, 0) for at in (low, high))
     return torch.lerp(below, above, places - low), undefined
 
 
