@@ -30,7 +30,8 @@ class Held:
     def before(self, row: int) -> Rows:
         """[R] tokens in rows before `row`."""
         inside = min(max(row - self._first, 0), self._width)
-        return np.searchsorted(self._places, self._starts + inside) - self._offsets[:-1]
+        found: Rows = np.searchsorted(self._places, self._starts + inside) - self._offsets[:-1]
+        return found
 
     def statistics(self, prefix: str) -> list[dict[str, Any]]:
         """Per cache the columns `<prefix>_…`: how many tokens, their ages, and the ages by powers of two."""
@@ -59,7 +60,8 @@ class Held:
         if not self._places.size:
             return np.zeros_like(index)
         at = np.clip(self._offsets[1:] - 1 - index, 0, self._places.size - 1)
-        return self._width - (self._places[at] - self._starts)
+        found: Rows = self._width - (self._places[at] - self._starts)
+        return found
 
     def _quantile(self, share: float) -> Rows:
         """[R], linear interpolation between neighbours."""
@@ -67,7 +69,8 @@ class Held:
         place = share * last
         low = np.minimum(place.astype(np.int64), last)
         below, above = self._age(low), self._age(np.minimum(low + 1, last))
-        return below.astype(np.float64) + (place - low) * (above - below).astype(np.float64)
+        found: Rows = below.astype(np.float64) + (place - low) * (above - below).astype(np.float64)
+        return found
 
     def _histograms(self, oldest: Rows) -> list[list[int]]:
         """Counts by powers of two up to the bin of the `oldest` [R] age."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -194,8 +195,15 @@ def from_norms(
     ]
 
 
+def all_finite(values: Tensor) -> bool:
+    """Whether no number is NaN or infinite: both show in the extremes, which need no second array."""
+    if not values.numel():
+        return True
+    return all(math.isfinite(float(end)) for end in torch.aminmax(values))
+
+
 def _refuse_nonsense(outputs: Iterable[Tensor | None], layer: int | None) -> None:
-    if not all(output is None or bool(torch.isfinite(output).all()) for output in outputs):
+    if not all(output is None or all_finite(output) for output in outputs):
         where = "" if layer is None else f" in layer {layer}"
         raise KvtoolError(
             "not-finite",
@@ -213,10 +221,7 @@ def _refuse_overflow(dots: Tensor | None, gradient_rows: Tensor | None, layer: i
     if dots is None or gradient_rows is None:
         return
     known = gradient_rows >= 0
-    # A sum is finite unless a term is not, or all together are too large, and then each is looked at.
-    if bool(known.all()) and bool(torch.isfinite(dots.sum(dtype=torch.float64))):
-        return
-    if not bool(torch.isfinite(dots[..., known]).all()):
+    if not all_finite(dots if bool(known.all()) else dots[..., known]):
         kind = str(dots.dtype).removeprefix("torch.")
         raise KvtoolError(
             "not-finite",

@@ -15,6 +15,7 @@ from kvtool.kernels.device import using
 from kvtool.layer import Layer
 from kvtool.metrics import ages_of_cells, evaluate_cells, landmark_entries, nullable
 from kvtool.metrics.cache_size import live_tokens
+from kvtool.metrics.step_errors import all_finite
 from kvtool.replay.counts import achieved_of, counts_at, counts_of, evicted_of, stored, window_decided
 from kvtool.replay.decide import donor_of, run_schedule
 from kvtool.replay.decisions import decision_entries
@@ -203,7 +204,7 @@ def _refuse_nonsense(layer: Layer, sequence: int) -> None:
     if layer.geometry.sink_logits is not None:
         arrays["sink_logits"] = layer.geometry.sink_logits
     for name, array in arrays.items():
-        if not all(bool(torch.isfinite(part).all()) for part in array):  # of all at once: a copy of the whole
+        if not all_finite(array):
             raise KvtoolError(
                 "not-finite",
                 f"{name} of sequence {sequence}, layer {layer.geometry.layer} hold NaN or infinity",
