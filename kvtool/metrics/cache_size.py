@@ -93,11 +93,18 @@ class CacheSize(Metric):
         means = torch.stack([partial[NAMES[0]] for partial in partials])
         found[NAMES[0]] = float((means * heads).sum() / heads.sum())
         found[NAMES[1]] = max(float(partial[NAMES[1]]) for partial in partials)
-        steps, times = torch.cat([partial["steps"] for partial in partials]).unique(return_counts=True)
-        common = steps[times == len(partials)]
-        if common.numel():
-            places = [torch.isin(partial["steps"], common) for partial in partials]
-            each = [partial["held_bytes"][place] for partial, place in zip(partials, places, strict=True)]
+        each = _at_common_steps(partials)
+        if each[0].numel():
             held = torch.stack(each).sum(0).to(torch.float64)
             found |= {NAMES[2]: float(held.mean()), NAMES[3]: float(held.max())}
         return found
+
+
+def _at_common_steps(partials: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+    """`held_bytes` of every layer at the steps that were evaluated in all of them."""
+    first = partials[0]["steps"]
+    if all(torch.equal(partial["steps"], first) for partial in partials):  # as in most traces
+        return [partial["held_bytes"] for partial in partials]
+    steps, times = torch.cat([partial["steps"] for partial in partials]).unique(return_counts=True)
+    common = steps[times == len(partials)]
+    return [partial["held_bytes"][torch.isin(partial["steps"], common)] for partial in partials]
