@@ -84,7 +84,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list) and value and isinstance(value[0], float):
-        return [_plain(v) for v in value]
+        return [None if isinstance(v, float) and not math.isfinite(v) else v for v in value]
     return value
 
 

@@ -167,7 +167,7 @@ def _slim(part: Part) -> Part:
 
 def _kept(part: Part, plan: Plan, sequence: Sequence, layer_id: int, step: int) -> list[np.ndarray]:
     """Per cell [Hk, N] bool over the event's candidates."""
-    entries = arrow_tables([part])[0]["evict_steps"].select(["evict_step"]).to_pylist()
+    entries = arrow_tables(part)["evict_steps"].select(["evict_step"]).to_pylist()
     steps = np.array([entry["evict_step"] for entry in entries], dtype=np.int32)  # [cells·Hk, T]
     geometry = sequence.layer(layer_id).geometry
     start = int(geometry.first_visible(torch.tensor([step]))[0])

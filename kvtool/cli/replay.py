@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
@@ -108,6 +109,7 @@ def command(
     if threads not in (None, 1) and (workers is not None or cluster is not None):
         raise KvtoolError("usage", f"--threads {threads}: a worker has one thread", "leave --threads out")
     use_threads(threads)
+    gc.freeze()  # what was imported stays until the end: no collection need look at it again
     with progress_on_terminal("replay") as progress:
         result = replay(
             trace,

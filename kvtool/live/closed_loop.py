@@ -22,7 +22,7 @@ from kvtool.live.recording import Recording
 from kvtool.live.tables import Entries, Ran, add_outcome, blank_tables, means, undefined
 from kvtool.live.timeline import mean_timeline
 from kvtool.manifest import environment
-from kvtool.replay.notes import note_unit, sentences
+from kvtool.replay.notes import note_unit, sentences, without_effect
 from kvtool.replay.plan import Plan
 from kvtool.replay.unit import decide_cells
 from kvtool.result import LIVE, Result, table_of
@@ -174,7 +174,8 @@ class ClosedLoop:
             add_outcome(tables, self._plan, ran, sequence, event, answer)
             tables["cells"][-1] |= self._text(ready, ran.outcome, kept_all)
             for layer, kept in ran.retained.items():
-                self._noted += note_unit(ran.cell, kept, ran.geometries[layer], sequence.index, layer)
+                missing = without_effect(ran.cell, kept, ran.geometries[layer])
+                self._noted += note_unit(ran.cell, kept, missing, sequence.index, layer)
 
     def _tell_of(self, answer: Answer, ready: LiveModel, sequence: Sequence) -> None:
         """Notes on an answer whose place the user may not expect."""

@@ -15,10 +15,10 @@ from kvtool.live.answer import Answer
 from kvtool.live.loop import Outcome
 from kvtool.live.timeline import spans_of, timeline_entries
 from kvtool.metrics import nullable
+from kvtool.replay.counts import achieved_of, counts_of
 from kvtool.replay.decisions import decision_entries
 from kvtool.replay.notes import without_effect
 from kvtool.replay.plan import Cell, Plan
-from kvtool.replay.unit import achieved_of, counts_of
 from kvtool.retained import RetainedSet
 from kvtool.trace import Sequence
 from kvtool.words import asked

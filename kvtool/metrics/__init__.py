@@ -1,6 +1,6 @@
 """Metrics: what eviction did to attention, and how old the tokens are that stayed."""
 
-from kvtool.metrics.ages import AGE_COLUMNS, ages
+from kvtool.metrics.ages import AGE_COLUMNS, ages, ages_of_cells
 from kvtool.metrics.asked import Asked, asked_metrics, in_sequence
 from kvtool.metrics.describe import describe_metrics
 from kvtool.metrics.evaluate import evaluate_layer
@@ -24,6 +24,7 @@ __all__ = [
     "StepErrors",
     "Whole",
     "ages",
+    "ages_of_cells",
     "asked_metrics",
     "built_in_metrics",
     "columns",

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from kvtool.layer import Geometry
+from kvtool.metrics.age_statistics import STATISTICS, Held, by_powers, lifetimes
 from kvtool.metrics.cache_size import leaving_steps
 from kvtool.metrics.metric import Column
 from kvtool.metrics.survival import Rows, Survival
-from kvtool.retained import Event, RetainedSet
+from kvtool.retained import RetainedSet
 
 FROZEN_AFTER = 4
 MOST_EVENTS = 64  # of a cell that get entries of their own
-STATISTICS = ("min", "p10", "p50", "p90", "max", "mean")
+MOST_ROWS = 1 << 21  # of all caches that are looked at together
+PARTS = ("prompt", "decode")
 
 
 def _age_columns() -> tuple[Column, ...]:
@@ -43,7 +45,7 @@ def _age_columns() -> tuple[Column, ...]:
     found.append(
         Column("frozen", "kv_head", "yes or no", "none", f"kept flexible set unchanged for {FROZEN_AFTER} events")
     )
-    for part in ("prompt", "decode"):
+    for part in PARTS:
         found.append(
             Column(f"survival_{part}", "kv_head", "share", "none", f"{part} tokens alive after 1, 2, … exposures")
         )
@@ -83,45 +85,137 @@ def ages(
         Entries with `kv_head`, `event` (its step, None for the end) and the columns `AGE_COLUMNS`;
         what is undefined is None.
     """
-    shown = {event.step for event in evenly(retained.events, most_events)}
-    oldest = geometry.first_visible(
-        torch.tensor([*(event.step for event in retained.events), retained.tokens])
-    ).tolist()
-    leaves = leaving_steps(geometry, retained.tokens).numpy()
-    entries = []
-    for head, evict in enumerate(retained.evict_step.to(torch.int64).numpy()):
-        curves = {"prompt": Survival(retained.tokens), "decode": Survival(retained.tokens)}
-        unchanged, before = 0, None  # events since the kept flexible set was another one
-        found = left = 0  # candidates and evicted tokens of all events
-        for first, event in zip(oldest, [*retained.events, None], strict=True):
-            step = retained.tokens if event is None else event.step
-            pool = first + np.flatnonzero(evict[first:step] >= step)
-            kept = pool if event is None else pool[evict[pool] > step]
-            flexible = kept[(kept >= sinks) & (kept < step - window)]
-            if event is not None:
-                found, left = found + pool.size, left + pool.size - kept.size
-                unchanged = unchanged + 1 if before is not None and np.array_equal(before, flexible) else 0
-                before = flexible
-                _expose(curves, pool, evict, event, prompt_length)
-                if step not in shown:
-                    continue
-            lives = _lifetimes(evict, leaves) if event is None else (None, None)
-            entries.append(
-                {
-                    "kv_head": head,
-                    "event": None if event is None else step,
-                    **_statistics("pool", step - pool),
-                    **_statistics("kept", step - kept),
-                    **_shares(kept, flexible, sinks),
-                    **(_turnover(pool.size, pool.size - kept.size) if event else _turnover(found, left)),
-                    "frozen": unchanged >= frozen_after,
-                    **{f"survival_{part}": curve.curve() for part, curve in curves.items()},
-                    **{f"survival_{part}_at_risk": curve.at_risk for part, curve in curves.items()},
-                    "lifetime_evicted_histogram": lives[0],
-                    "lifetime_censored_histogram": lives[1],
-                }
-            )
-    return entries
+    protection = {"prompt_length": prompt_length, "sinks": sinks, "window": window}
+    return ages_of_cells([retained], geometry, **protection, frozen_after=frozen_after, most_events=most_events)[0]
+
+
+def ages_of_cells(
+    cells: Sequence[RetainedSet],
+    geometry: Geometry,
+    *,
+    prompt_length: int,
+    sinks: int,
+    window: int,
+    frozen_after: int = FROZEN_AFTER,
+    most_events: int = MOST_EVENTS,
+) -> list[list[dict[str, Any]]]:
+    """`ages` of several cells of one layer; those with events at the same steps are looked at together."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for place, cell in enumerate(cells):
+        alike.setdefault(tuple(event.step for event in cell.events), []).append(place)
+    found: list[list[dict[str, Any]]] = [[] for _ in cells]
+    for places in alike.values():
+        most = max(1, MOST_ROWS // max(cells[places[0]].evict_step.numel(), 1))
+        for start in range(0, len(places), most):
+            some = places[start : start + most]
+            told = _Together([cells[place] for place in some], geometry, prompt_length, sinks, window)
+            for place, entries in zip(some, told.entries(frozen_after, most_events), strict=True):
+                found[place] = entries
+    return found
+
+
+class _Together:
+    """Cells whose events are due at the same steps: R caches, one of every KV head of every cell."""
+
+    def __init__(
+        self, cells: Sequence[RetainedSet], geometry: Geometry, prompt_length: int, sinks: int, window: int
+    ) -> None:
+        self._cells, self._geometry, self._tokens = cells, geometry, cells[0].tokens
+        self._prompt, self._sinks, self._window = prompt_length, sinks, window
+        self._evict = torch.cat([cell.evict_step for cell in cells]).numpy()  # [R, T] int32
+        self._heads = cells[0].evict_step.shape[0]
+        self._steps = [event.step for event in cells[0].events]
+
+    def entries(self, frozen_after: int, most_events: int) -> list[list[dict[str, Any]]]:
+        """Per cell."""
+        caches, tokens, steps = len(self._evict), self._tokens, self._steps
+        shown = {*evenly(steps, most_events)}
+        oldest = self._geometry.first_visible(torch.tensor([*steps, tokens])).tolist()
+        curves = [Survival(caches, tokens, max(len(steps), 1)) for _ in PARTS]
+        unchanged = np.zeros(caches, dtype=np.int64)  # events since the kept flexible set was another one
+        before: Rows | None = None
+        found, left = np.zeros(caches, dtype=np.int64), np.zeros(caches, dtype=np.int64)  # of all events
+        by_moment = []
+        for number, (first, step) in enumerate(zip(oldest, steps, strict=False)):
+            seen = self._evict[:, first:step]
+            pool, kept = seen >= step, seen > step
+            if len(steps) > 1:
+                flexible = np.zeros(self._evict.shape, dtype=np.bool_)
+                flexible[:, first:step] = kept
+                flexible[:, : self._sinks] = flexible[:, max(step - self._window, 0) :] = False
+                same = False if before is None else (before == flexible).all(1)
+                unchanged, before = np.where(same, unchanged + 1, 0), flexible
+            self._expose(curves, number, first, pool, pool & ~kept)
+            candidates, stayed = pool.sum(1), kept.sum(1)
+            found, left = found + candidates, left + candidates - stayed
+            if step in shown:
+                turnover = (candidates, candidates - stayed)
+                by_moment.append(self._moment(step, first, pool, kept, turnover, unchanged >= frozen_after, curves))
+        kept = self._evict[:, oldest[-1] :] >= tokens
+        by_moment.append(self._moment(None, oldest[-1], kept, kept, (found, left), unchanged >= frozen_after, curves))
+        return [
+            [each[cache] for cache in range(start, start + self._heads) for each in by_moment]
+            for start in range(0, caches, self._heads)
+        ]
+
+    def _moment(
+        self,
+        step: int | None,
+        first: int,
+        pool: Rows,
+        kept: Rows,
+        turnover: tuple[Rows, Rows],
+        frozen: Rows,
+        curves: list[Survival],
+    ) -> list[dict[str, Any]]:
+        """One entry per cache; `step` is None at the end."""
+        there = Held(kept, first)
+        before = Held(pool, first) if step is not None else there
+        columns = [before.statistics("pool"), there.statistics("kept"), self._shares(there, step or self._tokens)]
+        lives: list[Any] = [(None, None)] * len(pool)
+        if step is None:
+            lives = lifetimes(self._evict, leaving_steps(self._geometry, self._tokens).numpy())
+        survived = [curve.curves() for curve in curves]
+        candidates, evicted = (counts.tolist() for counts in turnover)
+        return [
+            {
+                "kv_head": cache % self._heads,
+                "event": step,
+                **columns[0][cache],
+                **columns[1][cache],
+                **columns[2][cache],
+                "turnover": evicted[cache] / candidates[cache] if candidates[cache] else None,
+                "turnover_candidates": candidates[cache],
+                "frozen": is_frozen,
+                **{f"survival_{part}": each[cache][0] for part, each in zip(PARTS, survived, strict=True)},
+                **{f"survival_{part}_at_risk": each[cache][1] for part, each in zip(PARTS, survived, strict=True)},
+                "lifetime_evicted_histogram": lives[cache][0],
+                "lifetime_censored_histogram": lives[cache][1],
+            }
+            for cache, is_frozen in enumerate(frozen.tolist())
+        ]
+
+    def _shares(self, kept: Held, step: int) -> list[dict[str, float | None]]:
+        """Per cache the shares of what was kept."""
+        first = kept.before(self._sinks)
+        flexible = np.maximum(kept.before(step - self._window) - first, 0)
+        counts = {"sinks": first, "window": kept.sizes - first - flexible, "flexible": flexible}
+        each = {f"kept_{name}_share": numbers.tolist() for name, numbers in counts.items()}
+        return [
+            {name: numbers[cache] / count if count else None for name, numbers in each.items()}
+            for cache, count in enumerate(kept.sizes.tolist())
+        ]
+
+    def _expose(self, curves: list[Survival], number: int, first: int, pool: Rows, left: Rows) -> None:
+        """Tell the clocks. A token that left although it was protected (an overfull budget) was exposed too."""
+        exposed = left.copy()
+        for index, cell in enumerate(self._cells):
+            event, mine = cell.events[number], slice(index * self._heads, (index + 1) * self._heads)
+            low, high = max(event.sinks - first, 0), max(event.step - event.window - first, 0)
+            exposed[mine, low:high] |= pool[mine, low:high]
+        middle = min(max(self._prompt - first, 0), pool.shape[1])
+        for curve, part in zip(curves, (slice(0, middle), slice(middle, None)), strict=True):
+            curve.expose(first + part.start, exposed[:, part], left[:, part])
 
 
 def evenly(values: Sequence[Any], most: int) -> Sequence[Any]:
@@ -144,65 +238,4 @@ def mean_over_heads(entries: Sequence[dict[str, Any]], column: str) -> float | N
 
 def histogram(values: Tensor) -> list[int]:
     """Counts of integers >= 1 by powers of two: bin b holds 2^b .. 2^(b+1) - 1; no empty bin at the end."""
-    return _by_powers(values.numpy())
-
-
-def _by_powers(values: Rows) -> list[int]:
-    counts: list[int] = np.bincount(np.frexp(values.astype(np.float64))[1] - 1).tolist()  # x = m·2^e, 1/2 <= m < 1
-    return counts
-
-
-def _histogram(ascending: Rows) -> list[int]:
-    if not ascending.size:
-        return []
-    powers = [1 << bit for bit in range(int(ascending[-1]).bit_length() + 1)]
-    counts: list[int] = np.diff(np.searchsorted(ascending, powers)).tolist()
-    return counts
-
-
-def _statistics(prefix: str, descending: Rows) -> dict[str, Any]:
-    """Of ages that descend, as those of ascending rows do."""
-    age = descending[::-1]
-    values: list[Any] = [None] * len(STATISTICS)
-    if age.size:
-        values = [int(age[0]), *(_quantile(age, share) for share in (0.1, 0.5, 0.9)), int(age[-1]), float(age.mean())]
-    return {
-        f"{prefix}_tokens": age.size,
-        **{f"{prefix}_age_{name}": value for name, value in zip(STATISTICS, values, strict=True)},
-        f"{prefix}_age_histogram": _histogram(age),
-    }
-
-
-def _quantile(ascending: Rows, share: float) -> float:
-    """Linear interpolation between neighbours."""
-    place = share * (ascending.size - 1)
-    low = min(int(place), ascending.size - 1)
-    high = min(low + 1, ascending.size - 1)
-    return float(ascending[low]) + (place - low) * float(ascending[high] - ascending[low])
-
-
-def _shares(kept: Rows, flexible: Rows, sinks: int) -> dict[str, float | None]:
-    count = kept.size
-    first = int((kept < sinks).sum())
-    parts = {"sinks": first, "window": count - first - flexible.size, "flexible": flexible.size}
-    return {f"kept_{name}_share": number / count if count else None for name, number in parts.items()}
-
-
-def _turnover(candidates: int, evicted: int) -> dict[str, Any]:
-    return {"turnover": evicted / candidates if candidates else None, "turnover_candidates": candidates}
-
-
-def _expose(curves: dict[str, Survival], pool: Rows, evict: Rows, event: Event, prompt_length: int) -> None:
-    """Tell the clocks. A token that left although it was protected (an overfull budget) was exposed too."""
-    left = evict[pool] == event.step
-    exposed = ((pool >= event.sinks) & (pool < event.step - event.window)) | left
-    for part, mine in (("prompt", pool < prompt_length), ("decode", pool >= prompt_length)):
-        chosen = exposed & mine
-        curves[part].expose(pool[chosen], left[chosen])
-
-
-def _lifetimes(evict: Rows, leaves: Rows) -> tuple[list[int], list[int]]:
-    """Histograms of the number of queries that saw each token, ended by eviction and otherwise."""
-    by_eviction = evict < leaves
-    lifetime = np.minimum(evict, leaves) - np.arange(evict.size)
-    return _by_powers(lifetime[by_eviction]), _by_powers(lifetime[~by_eviction])
+    return by_powers(values.numpy())

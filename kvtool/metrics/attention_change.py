@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvtool.layer import Geometry
-from kvtool.metrics.metric import Column, Metric
-from kvtool.metrics.step_errors import StepErrors
+from kvtool.metrics.metric import Column, Metric, by_cell
+from kvtool.metrics.step_errors import StepErrors, stacked
 from kvtool.retained import RetainedSet
 
 
@@ -24,7 +25,12 @@ class CosineDistance(Metric):
     )
 
     def partial(self, errors: StepErrors, geometry: Geometry, retained: RetainedSet) -> dict[str, Tensor]:
-        return {"cosine_distance": torch.nanmean(errors.cosine, -1)}
+        return self.partials([errors], geometry, [retained])[0]
+
+    def partials(
+        self, errors: Sequence[StepErrors], geometry: Geometry, retained: Sequence[RetainedSet]
+    ) -> list[dict[str, Tensor]]:
+        return by_cell({"cosine_distance": torch.nanmean(stacked([mine.cosine for mine in errors]), -1)}, len(errors))
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,12 @@ class EvictedMass(Metric):
     )
 
     def partial(self, errors: StepErrors, geometry: Geometry, retained: RetainedSet) -> dict[str, Tensor]:
-        return {"evicted_mass": errors.mass.mean(-1)}
+        return self.partials([errors], geometry, [retained])[0]
+
+    def partials(
+        self, errors: Sequence[StepErrors], geometry: Geometry, retained: Sequence[RetainedSet]
+    ) -> list[dict[str, Tensor]]:
+        return by_cell({"evicted_mass": stacked([mine.mass for mine in errors]).mean(-1)}, len(errors))
 
 
 @dataclass(frozen=True)
@@ -50,4 +61,9 @@ class DirectionGap(Metric):
     )
 
     def partial(self, errors: StepErrors, geometry: Geometry, retained: RetainedSet) -> dict[str, Tensor]:
-        return {"direction_gap": torch.nanmean(errors.gap, -1)}
+        return self.partials([errors], geometry, [retained])[0]
+
+    def partials(
+        self, errors: Sequence[StepErrors], geometry: Geometry, retained: Sequence[RetainedSet]
+    ) -> list[dict[str, Tensor]]:
+        return by_cell({"direction_gap": torch.nanmean(stacked([mine.gap for mine in errors]), -1)}, len(errors))

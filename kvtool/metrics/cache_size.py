@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtool.layer import Geometry
-from kvtool.metrics.metric import Column, Level, Metric, Number
+from kvtool.metrics.metric import Column, Level, Metric, Number, by_cell
 from kvtool.metrics.step_errors import StepErrors
 from kvtool.retained import RetainedSet
 
@@ -28,17 +28,17 @@ def leaving_steps(geometry: Geometry, tokens: int) -> Tensor:
 
 
 def live_tokens(evict_step: Tensor, geometry: Geometry) -> Tensor:
-    """[Hk, T] int64, tokens retained and visible to the query of each step, its own included.
+    """[..., Hk, T] int64, tokens retained and visible to the query of each step, its own included.
 
     Args:
-        evict_step: [Hk, T].
+        evict_step: [..., Hk, T].
     """
-    heads, tokens = evict_step.shape
+    tokens = evict_step.shape[-1]
     gone = torch.minimum(evict_step.to(torch.int64), leaving_steps(geometry, tokens)).maximum(torch.arange(tokens))
-    change = torch.zeros(heads, tokens + 1, dtype=torch.int64)
-    change[:, :tokens] = 1  # row p is written at step p
-    change.scatter_add_(1, gone, torch.full_like(gone, -1))
-    return change.cumsum(1)[:, :tokens]
+    change = torch.zeros(*evict_step.shape[:-1], tokens + 1, dtype=torch.int64)
+    change[..., :tokens] = 1  # row p is written at step p
+    change.scatter_add_(-1, gone, torch.tensor(-1).expand_as(gone))
+    return change.cumsum(-1)[..., :tokens]
 
 
 def bytes_per_token(geometry: Geometry) -> int:
@@ -67,14 +67,21 @@ class CacheSize(Metric):
 
     def partial(self, errors: StepErrors, geometry: Geometry, retained: RetainedSet) -> dict[str, Tensor]:
         """The layer columns, and `held_bytes` [n] at the `steps` [n], since peaks of layers need not coincide."""
-        live = live_tokens(retained.evict_step, geometry)[:, errors.steps]  # [Hk, n]
-        held = live.sum(0) * bytes_per_token(geometry)
-        sizes = dict.fromkeys(NAMES, torch.tensor(torch.nan, dtype=torch.float64))
-        if errors.steps.numel():
-            exact = (live.to(torch.float64), held.to(torch.float64))
-            values = [size for one in exact for size in (one.mean(), one.max())]
+        return self.partials([errors], geometry, [retained])[0]
+
+    def partials(
+        self, errors: Sequence[StepErrors], geometry: Geometry, retained: Sequence[RetainedSet]
+    ) -> list[dict[str, Tensor]]:
+        steps = errors[0].steps
+        live = live_tokens(torch.stack([kept.evict_step for kept in retained]), geometry)[..., steps]  # [C, Hk, n]
+        held = live.sum(1) * bytes_per_token(geometry)  # [C, n]
+        sizes = dict.fromkeys(NAMES, torch.full((len(errors),), torch.nan, dtype=torch.float64))
+        if steps.numel():
+            exact = (live.to(torch.float64).flatten(1), held.to(torch.float64))
+            values = [size for one in exact for size in (one.mean(1), one.amax(1))]
             sizes = dict(zip(NAMES, values, strict=True))
-        return {**sizes, "heads": torch.tensor(geometry.kv_heads), "held_bytes": held, "steps": errors.steps}
+        shared = {"heads": torch.tensor(geometry.kv_heads), "steps": steps}
+        return [{**mine, **shared} for mine in by_cell({**sizes, "held_bytes": held}, len(errors))]
 
     def combine(self, partials: Sequence[dict[str, Tensor]]) -> dict[str, Number]:
         """Tokens: mean and maximum over all KV heads. Bytes: summed over layers step by step, over the steps that
@@ -86,11 +93,18 @@ class CacheSize(Metric):
         means = torch.stack([partial[NAMES[0]] for partial in partials])
         found[NAMES[0]] = float((means * heads).sum() / heads.sum())
         found[NAMES[1]] = max(float(partial[NAMES[1]]) for partial in partials)
-        steps, times = torch.cat([partial["steps"] for partial in partials]).unique(return_counts=True)
-        common = steps[times == len(partials)]
-        if common.numel():
-            places = [torch.isin(partial["steps"], common) for partial in partials]
-            each = [partial["held_bytes"][place] for partial, place in zip(partials, places, strict=True)]
+        each = _at_common_steps(partials)
+        if each[0].numel():
             held = torch.stack(each).sum(0).to(torch.float64)
             found |= {NAMES[2]: float(held.mean()), NAMES[3]: float(held.max())}
         return found
+
+
+def _at_common_steps(partials: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+    """`held_bytes` of every layer at the steps that were evaluated in all of them."""
+    first = partials[0]["steps"]
+    if all(torch.equal(partial["steps"], first) for partial in partials):  # as in most traces
+        return [partial["held_bytes"] for partial in partials]
+    steps, times = torch.cat([partial["steps"] for partial in partials]).unique(return_counts=True)
+    common = steps[times == len(partials)]
+    return [partial["held_bytes"][torch.isin(partial["steps"], common)] for partial in partials]

@@ -14,7 +14,7 @@ from kvtool.kernels.retained_attention import cell_errors
 from kvtool.kernels.retained_attention.errors import Which, serves
 from kvtool.kernels.retained_attention.reference import retained_attention
 from kvtool.layer import Layer
-from kvtool.metrics.step_errors import StepErrors, from_norms, measure
+from kvtool.metrics.step_errors import StepErrors, all_finite, from_norms, measure
 from kvtool.retained import RetainedSet
 
 Evaluate = Literal["live", "pool"]
@@ -124,7 +124,7 @@ def gradients_at(layer: Layer, steps: Tensor) -> tuple[Tensor | None, Tensor | N
     at = torch.where(known[at] == steps, at, -1)
     if not bool((at >= 0).any()):
         return None, None, 0
-    if not bool(torch.isfinite(gradients).all()):
+    if not all_finite(gradients):
         raise KvtoolError(
             "not-finite",
             f"a gradient of layer {layer.geometry.layer} is NaN or infinite",

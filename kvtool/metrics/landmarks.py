@@ -22,7 +22,9 @@ def landmark_entries(retained: RetainedSet, landmarks: Mapping[str, list[int]]) 
         first event that evicted one of them, None where all were kept.
     """
     tokens = retained.evict_step.shape[1]
-    entries = []
+    entries: list[dict[str, Any]] = []
+    if not landmarks:  # of most sequences none is known
+        return entries
     for head, steps in enumerate(retained.evict_step.tolist()):
         for name, rows in landmarks.items():
             lost = [steps[row] for row in rows if steps[row] < tokens]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -69,19 +70,36 @@ class MassRegret(Metric):
     )
 
     def partial(self, errors: StepErrors, geometry: Geometry, retained: RetainedSet) -> dict[str, Tensor]:
-        ratios: list[float | None] = [None] * geometry.kv_heads
-        event = retained.events[0] if len(retained.events) == 1 else None
-        if (
-            event is not None
-            and event.ranking is not None
-            and event.candidates is not None
-            and errors.future_mass is not None
-        ):
-            candidates = event.candidates.expand(geometry.kv_heads, -1)
-            free = unprotected(event).expand(geometry.kv_heads, -1)
-            for head in range(geometry.kv_heads):
-                ranks = event.ranking[head][free[head]]
-                masses = errors.future_mass[head][candidates[head][free[head]]]
-                ratios[head] = mass_regret(ranks[None], masses[None])[0]
-        per_head = torch.tensor([math.nan if r is None else r for r in ratios], dtype=torch.float64)
-        return {"mass_regret": per_head.repeat_interleave(geometry.group)}
+        return self.partials([errors], geometry, [retained])[0]
+
+    def partials(
+        self, errors: Sequence[StepErrors], geometry: Geometry, retained: Sequence[RetainedSet]
+    ) -> list[dict[str, Tensor]]:
+        """Nested budgets share one ranking, so what is found of it serves them all."""
+        known: dict[tuple[int, ...], Tensor] = {}
+        found = []
+        for mine, kept in zip(errors, retained, strict=True):
+            event = kept.events[0] if len(kept.events) == 1 else None
+            same: tuple[int, ...] = ()
+            if event is not None and mine.future_mass is not None:
+                # All of them live as long as this call: one address is one tensor.
+                tensors = (id(event.ranking), id(event.candidates), id(mine.future_mass))
+                same = (*tensors, event.step, event.sinks, event.window)
+            if same not in known:
+                known[same] = _regret_by_head(event, mine.future_mass, geometry)
+            found.append({"mass_regret": known[same]})
+        return found
+
+
+def _regret_by_head(event: Event | None, future_mass: Tensor | None, geometry: Geometry) -> Tensor:
+    """[H] float64, NaN where undefined."""
+    ratios: list[float | None] = [None] * geometry.kv_heads
+    if event is not None and event.ranking is not None and event.candidates is not None and future_mass is not None:
+        candidates = event.candidates.expand(geometry.kv_heads, -1)
+        free = unprotected(event).expand(geometry.kv_heads, -1)
+        for head in range(geometry.kv_heads):
+            ranks = event.ranking[head][free[head]]
+            masses = future_mass[head][candidates[head][free[head]]]
+            ratios[head] = mass_regret(ranks[None], masses[None])[0]
+    per_head = torch.tensor([math.nan if r is None else r for r in ratios], dtype=torch.float64)
+    return per_head.repeat_interleave(geometry.group)

@@ -68,6 +68,13 @@ class Metric:
         """
         raise TypeError(f"{type(self).__name__} defines no partial")
 
+    def partials(
+        self, errors: Sequence[StepErrors], geometry: Geometry, retained: Sequence[RetainedSet]
+    ) -> list[dict[str, Tensor]]:
+        """`partial` of several cells of one layer that were evaluated at the same steps, one after the other; a
+        metric that is faster on all of them at once says so here, and must find the same."""
+        return [self.partial(mine, geometry, kept) for mine, kept in zip(errors, retained, strict=True)]
+
     def combine(self, partials: Sequence[dict[str, Tensor]]) -> dict[str, Number]:
         """The cell columns of one sequence from the partials of its layers; None is undefined."""
         return {}
@@ -79,6 +86,12 @@ class Metric:
     def average(self, cells: Sequence[dict[str, Number]]) -> dict[str, Number]:
         """The cell columns of several sequences from what `combine` said of each: means."""
         return mean_over_sequences(cells)
+
+
+def by_cell(found: dict[str, Tensor], cells: int) -> list[dict[str, Tensor]]:
+    """Stacked answers [C, ...], or one answer [1, ...] for all, as the answer [...] of every cell."""
+    each = {name: values.expand(cells, *values.shape[1:]).unbind(0) for name, values in found.items()}
+    return [{name: values[cell] for name, values in each.items()} for cell in range(cells)]
 
 
 def nullable(values: Tensor) -> list[Number]:

@@ -110,18 +110,23 @@ class PredictedKL(Metric):
 
     def partial(self, errors: StepErrors, geometry: Geometry, retained: RetainedSet) -> dict[str, Tensor]:
         """`dot` [S, H, m] at the `steps` [m] that have a gradient; S and m are 0 where none has."""
-        dot, gradients = errors.gradient_dot, errors.gradients
-        if dot is None or gradients is None:
-            dot, known = torch.zeros(0, geometry.query_heads, 0), errors.steps[:0]
-        else:
-            has = ~torch.isnan(dot[0, 0])
-            dot, known = dot[:, :, has], errors.steps[has]
-        return {
-            "dot": dot,
-            "steps": known,
-            "drawn_steps": torch.tensor(errors.drawn_steps),
-            "last_target": torch.tensor(-1 if gradients is None else gradients.targets[1] - 1),
-        }
+        return self.partials([errors], geometry, [retained])[0]
+
+    def partials(
+        self, errors: Sequence[StepErrors], geometry: Geometry, retained: Sequence[RetainedSet]
+    ) -> list[dict[str, Tensor]]:
+        found = []
+        for mine, every in zip(errors, _with_gradient(errors), strict=True):
+            dot, gradients, known = mine.gradient_dot, mine.gradients, mine.steps
+            if dot is None or gradients is None:
+                dot, known = torch.zeros(0, geometry.query_heads, 0), known[:0]
+            elif not every:
+                has = ~torch.isnan(dot[0, 0])
+                dot, known = dot[:, :, has], known[has]
+            last = -1 if gradients is None else gradients.targets[1] - 1
+            drawn = torch.tensor(mine.drawn_steps)
+            found.append({"dot": dot, "steps": known, "drawn_steps": drawn, "last_target": torch.tensor(last)})
+        return found
 
     def combine(self, partials: Sequence[dict[str, Tensor]]) -> dict[str, Number]:
         whole = Whole.of(partials)
@@ -171,6 +176,15 @@ class PredictedKL(Metric):
             if all(cell["predicted_kl_high"] is not None for cell in known):
                 mean |= _interval(mean, int(mean["predicted_kl_draws"] or 0))
         return mean
+
+
+def _with_gradient(errors: Sequence[StepErrors]) -> list[bool]:
+    """Whether every step of a cell has a gradient."""
+    firsts = [mine.gradient_dot[0, 0] for mine in errors if mine.gradient_dot is not None]
+    if len(firsts) < len(errors):
+        return [False] * len(errors)
+    missing: list[bool] = torch.isnan(torch.stack(firsts)).any(1).tolist()
+    return [not any_missing for any_missing in missing]
 
 
 def _interval(found: dict[str, Number], draws: int) -> dict[str, Number]:

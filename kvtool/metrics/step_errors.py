@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,6 +82,28 @@ class StepErrors:
         )
 
 
+def between(cells: Sequence[StepErrors], start: int, stop: int) -> list[StepErrors]:
+    """`StepErrors.between` of every cell; what cells share is looked at once, and shared afterwards."""
+    found: list[StepErrors] = []
+    for cell in cells:
+        first = cells[0]
+        alike = cell is not first and cell.steps is first.steps and bool(cell.steps.numel())
+        # A gradient is NaN where there is none, and that goes by the steps.
+        alike = alike and cell.gradients is first.gradients
+        alike = alike and (cell.gradient_dot is None) == (first.gradient_dot is None)
+        if alike and found[0].steps is first.steps:  # nothing is cut off
+            found.append(replace(cell, future_mass=None, drawn_steps=found[0].drawn_steps))
+        else:
+            found.append(cell.between(start, stop))
+    return found
+
+
+def stacked(values: Sequence[Tensor]) -> Tensor:
+    """[C, ...] of tensors [...] of every cell; [1, ...] where all are one and the same tensor."""
+    first = values[0]
+    return first[None] if all(each is first for each in values) else torch.stack(list(values))
+
+
 def measure(
     blocks: Iterable[CellBlock],
     steps: Tensor,
@@ -133,7 +156,8 @@ def measure(
         if into.gradient_dot is not None and slopes is not None:
             into.gradient_dot[:, :, rows] = -(slopes @ error[..., None])[..., 0].permute(2, 0, 1).to(block.full.dtype)
     done = [cell for cell in collected if cell is not None]
-    _refuse_overflow(done, gradient_rows, layer)
+    for cell in done:
+        _refuse_overflow(cell.gradient_dot, gradient_rows, layer)
     if len(done) != cells:
         raise AssertionError(f"blocks of {len(done)} cells, expected {cells}")
     return done
@@ -153,7 +177,8 @@ def from_norms(
         KvtoolError: as `measure`.
     """
     _refuse_nonsense([norms.squared_output, norms.layer_squared_output], layer)
-    found = [
+    _refuse_overflow(norms.gradient_dot, gradient_rows, layer)
+    return [
         StepErrors(
             steps,
             norms.squared_error[cell],
@@ -168,12 +193,17 @@ def from_norms(
         )
         for cell in range(len(norms.squared_error))
     ]
-    _refuse_overflow(found, gradient_rows, layer)
-    return found
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no number is NaN or infinite: both show in the extremes, which need no second array."""
+    if not values.numel():
+        return True
+    return all(math.isfinite(float(end)) for end in torch.aminmax(values))
 
 
 def _refuse_nonsense(outputs: Iterable[Tensor | None], layer: int | None) -> None:
-    if not all(output is None or bool(torch.isfinite(output).all()) for output in outputs):
+    if not all(output is None or all_finite(output) for output in outputs):
         where = "" if layer is None else f" in layer {layer}"
         raise KvtoolError(
             "not-finite",
@@ -182,19 +212,23 @@ def _refuse_nonsense(outputs: Iterable[Tensor | None], layer: int | None) -> Non
         )
 
 
-def _refuse_overflow(cells: list[StepErrors], gradient_rows: Tensor | None, layer: int | None) -> None:
-    """Gradients are finite, yet their product with an error need not be."""
-    for cell in cells:
-        if cell.gradient_dot is None or gradient_rows is None:
-            continue
-        if not bool(torch.isfinite(cell.gradient_dot[:, :, gradient_rows >= 0]).all()):
-            kind = str(cell.gradient_dot.dtype).removeprefix("torch.")
-            raise KvtoolError(
-                "not-finite",
-                f"gradients{'' if layer is None else f' of layer {layer}'} times errors of attention are more than "
-                f"{kind} can hold: there is no predicted KL",
-                "--precision float64 holds more; gradients of that size are rarely those of a model",
-            )
+def _refuse_overflow(dots: Tensor | None, gradient_rows: Tensor | None, layer: int | None) -> None:
+    """Gradients are finite, yet their product with an error need not be.
+
+    Args:
+        dots: [..., n] g·delta, or None.
+    """
+    if dots is None or gradient_rows is None:
+        return
+    known = gradient_rows >= 0
+    if not all_finite(dots if bool(known.all()) else dots[..., known]):
+        kind = str(dots.dtype).removeprefix("torch.")
+        raise KvtoolError(
+            "not-finite",
+            f"gradients{'' if layer is None else f' of layer {layer}'} times errors of attention are more than "
+            f"{kind} can hold: there is no predicted KL",
+            "--precision float64 holds more; gradients of that size are rarely those of a model",
+        )
 
 
 def _slopes(output_gradients: Tensor, rows: Tensor) -> Tensor:

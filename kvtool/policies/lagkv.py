@@ -13,6 +13,8 @@ from kvtool.policies.parameters import check_at_least
 from kvtool.policies.policy import Policy, Protection
 from kvtool.view import View
 
+TOGETHER = 16  # partitions that are judged at once
+
 
 @dataclass(frozen=True)
 class LagKV(Policy):
@@ -59,7 +61,18 @@ class LagKV(Policy):
         judged = torch.full((view.geometry.kv_heads, view.step), torch.inf, dtype=torch.float64)
         judged[:, : state.shape[1]] = state
         whole = max(0, view.start - self.sinks) // self.lag  # partitions complete before the run
-        for reference in range(max(1, whole), max(0, view.step - self.sinks) // self.lag):
+        references = range(max(1, whole), max(0, view.step - self.sinks) // self.lag)
+        together = bool(references) and _untouched(view)
+        while together and references:
+            some = references[:TOGETHER]
+            begin = self.sinks + (some[0] - 1) * self.lag
+            stretch = slice(begin, begin + (len(some) + 1) * self.lag)
+            found = self._judge_together(view.keys[:, stretch], view.values[:, stretch])
+            if found is None:
+                break
+            judged[:, begin : stretch.stop - self.lag] = found
+            references = references[TOGETHER:]
+        for reference in references:
             begin = self.sinks + reference * self.lag
             step = begin + self.lag - 1
             oldest = int(view.geometry.first_visible(torch.tensor(step)))
@@ -84,10 +97,32 @@ class LagKV(Policy):
         """
         total = sum(torch.softmax(spread(x[mine], x[other]), dim=0) for x in (keys, values)) / 2
         assert isinstance(total, Tensor)
+        return self._ranked(total)
+
+    def _judge_together(self, keys: Tensor, values: Tensor) -> Tensor | None:
+        """[Hk, P·lag] float64, what `_judge` says of the first P of P + 1 partitions, each by the next; None where a
+        channel has no range in one of them.
+
+        Args:
+            keys, values: [Hk, (P + 1)·lag, D], [Hk, (P + 1)·lag, Dv].
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        for x in (keys, values):
+            parts = x.to(torch.float64).unflatten(1, (-1, self.lag))  # [Hk, P + 1, lag, D]
+            low, high = torch.aminmax(parts[:, 1:], dim=2, keepdim=True)
+            if not bool((high > low).all()) or x.shape[-1] < 2:
+                return None
+            scaled = (parts[:, :-1] - low) / (high - low)
+            total = total + torch.softmax(scaled.std(dim=-1), dim=-1)
+        return self._ranked(total / 2).flatten(1)
+
+    def _ranked(self, total: Tensor) -> Tensor:
+        """`total` [..., n], or its rank over n."""
         if not self.ranking:
             return total
-        order = total.argsort(stable=True)  # of equals the newer ranks higher
-        return torch.empty_like(total).scatter_(0, order, torch.arange(len(total), dtype=torch.float64)) / len(total)
+        order = total.argsort(dim=-1, stable=True)  # of equals the newer ranks higher
+        places = torch.arange(total.shape[-1], dtype=torch.float64).expand_as(total)
+        return torch.empty_like(total).scatter_(-1, order, places) / total.shape[-1]
 
 
 def spread(tokens: Tensor, reference: Tensor) -> Tensor:
@@ -100,3 +135,11 @@ def spread(tokens: Tensor, reference: Tensor) -> Tensor:
     scaled = (tokens.to(torch.float64)[:, ranged] - low[ranged]) / (high - low)[ranged]
     found: Tensor = scaled.std(dim=1)
     return found
+
+
+def _untouched(view: View) -> bool:
+    """Whether column i is row i in every head, and every row is live up to the event: nothing left yet, and the
+    layer's window hides nothing."""
+    rows = torch.arange(view.tokens.shape[1])
+    seen = int(view.geometry.first_visible(torch.tensor(view.step - 1))) == 0
+    return seen and bool((view.tokens == rows).all()) and bool((view.evict_step >= view.step).all())

@@ -21,7 +21,7 @@ from kvtool.result import table_of
 def attribute(plan: Plan, work: Work, parts: list[Part], progress: Callable[[int, int, str], None] | None) -> Any:
     """The table `token_shares`: one entry per cell, sequence, layer and KV head that lost tokens."""
     entries: list[dict[str, Any]] = []
-    tables = arrow_tables(parts)
+    tables = [arrow_tables(part) for part in parts]
     wholes = {
         (sequence, index): Whole.of([parts[place].partials[index][PredictedKL.name] for place in places])
         for sequence, places in by_sequence(work).items()

@@ -71,12 +71,14 @@ class First:
         shields: what the policy protects itself at its first event, by budget.
         shared: see `View.shared`.
         candidates: step -> [Hk, N] rows of an untouched cache there: one tensor for all budgets.
+        seen_from: [T] the oldest row that the query of each step sees.
     """
 
     answers: dict[int, Answer] = field(default_factory=dict)
     shields: list[Protection] = field(default_factory=list)
     shared: dict[Any, Any] = field(default_factory=dict)
     candidates: dict[int, Tensor] = field(default_factory=dict)
+    seen_from: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,17 +276,13 @@ def _merged(known: dict[str, Tensor], answer: Scored, group: int) -> dict[str, T
 
 
 def _choice(
-    selections: Many[Selection | None],
-    near: list[Tensor],
-    fallback: Tensor,
-    diagnostics: dict[str, Tensor],
-    even: bool,
+    selections: Many[Selection | None], near: list[Tensor], fallback: Tensor, diagnostics: dict[str, Tensor], even: bool
 ) -> Choice:
     found = [selection for selection in selections if selection is not None]
     assert len(found) == len(selections), "a KV head without an answer"
 
-    def each(name: str) -> Tensor:
-        return torch.stack([getattr(selection, name)[head] for head, selection in enumerate(found)])
+    def each(name: str) -> Any:
+        return getattr(found[0], name) if even else torch.stack([getattr(s, name)[h] for h, s in enumerate(found)])
 
     return Choice(
         keep=[selection.keep[head] for head, selection in enumerate(found)],

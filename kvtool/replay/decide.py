@@ -117,8 +117,11 @@ class Track:
         self._rules, self._ahead, self._allocator, self._first = rules, ahead, allocator, first
         self._never = layer.tokens
         self._evict = RetainedSet.keep_all(layer.geometry.kv_heads, layer.tokens).evict_step  # [Hk, T]
-        self._seen_from = layer.geometry.first_visible(torch.arange(layer.tokens)).tolist()
+        if not first.seen_from:
+            first.seen_from.extend(layer.geometry.first_visible(torch.arange(layer.tokens)).tolist())
+        self._seen_from = first.seen_from
         self._last_query = int(layer.query_steps[-1]) if layer.query_steps.numel() else -1
+        self._whole = True  # nothing left yet
         self._state: Any = None
         self._observed = 0  # steps before it are in the state
         self._events: list[Event] = []
@@ -158,17 +161,20 @@ class Track:
 
     def _rows(self, since: int, until: int) -> list[Tensor]:
         """Per KV head the rows in since..until-1 that were not evicted."""
+        if self._whole:
+            return [torch.arange(since, until)] * len(self._evict)
         return [since + (mine[since:until] == self._never).nonzero()[:, 0] for mine in self._evict]
 
     def _evict_before(self, step: int) -> None:
         rules, heads = self._rules, self._layer.geometry.kv_heads
         oldest = self._seen_from[step]
         rows = self._rows(oldest, step)
-        found = torch.tensor([len(mine) for mine in rows])
+        counts = [len(mine) for mine in rows]
+        found = torch.tensor(counts)
         # A ratio is of the tokens seen, whatever earlier events left of them.
         allowed = self._allocator.allocate(self._budget, step - oldest, heads)
         repeats = rules.schedule.repeats
-        if repeats and all(count <= most for count, most in zip(found.tolist(), allowed, strict=True)):
+        if repeats and all(count <= most for count, most in zip(counts, allowed, strict=True)):
             self._record(step, rows, found, allowed, untouched(rows), rules.protection, {}, None)
             return
         answer = self._answer(step, rows)
@@ -195,7 +201,11 @@ class Track:
             choice = newest(self._label, self._layer, rows, limits, shield, step, block)
         spent = {name: answer.seconds.get(name, 0.0) + seconds.get(name, 0.0) for name in {*answer.seconds, *seconds}}
         for mine, leaving, keep in zip(self._evict, rows, choice.keep, strict=True):
-            mine[leaving[~keep]] = step
+            if len(leaving) == step - oldest:  # all of them
+                mine[oldest:step].masked_fill_(~keep, step)
+            else:
+                mine[leaving[~keep]] = step
+        self._whole = False
         if rules.telemetry:
             spent["compaction"] = compact(self._layer, rows, choice.keep)
         self._record(step, rows, found, limits, choice, shield, spent, answer.temporary_bytes)
@@ -257,10 +267,12 @@ class Track:
         # One ranking stands for all budgets only where the protection does not depend on the budget.
         nested = self._policy.nested and self._first.shields[-1:] == self._first.shields[:1]
         ranking = choice.ranking if once and nested and by_token else None
+        if once and step not in self._first.candidates:
+            self._first.candidates[step] = torch.stack(rows)
         self._events.append(
             Event(
                 step=step,
-                candidates=self._first.candidates.setdefault(step, torch.stack(rows)) if once else None,
+                candidates=self._first.candidates[step] if once else None,
                 budget=torch.tensor(list(allowed)),
                 achieved=choice.achieved,
                 ties=choice.ties,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from statistics import fmean
 from typing import Any
 
 import torch
 
 from kvtool.layer import Geometry
-from kvtool.metrics import nullable
 from kvtool.retained import MOST_NEAR, RetainedSet
 
 
@@ -20,27 +20,30 @@ def decision_entries(key: dict[str, Any], retained: RetainedSet, geometry: Geome
         geometry: of the layer whose cache it is.
     """
     digest, events = retained.digest(), retained.events
-    none = torch.empty(0, len(retained.evict_step))
-    margins = torch.stack([event.margin for event in events]) if events else none
-    relative = torch.stack([event.relative_margin for event in events]) if events else none
-    oldest = int(geometry.first_visible(torch.tensor(events[-1].step))) if events else None
+    margins, relative, achieved, ties = (
+        [getattr(event, name).tolist() for event in events]
+        for name in ("margin", "relative_margin", "achieved", "ties")
+    )
+    steps = [event.step for event in events]
+    oldest = int(geometry.first_visible(torch.tensor(steps[-1]))) if events else None
     entries = []
     for head in range(retained.evict_step.shape[0]):
         near = [event.near[head] for event in events]
-        listed = sum(len(rows) for rows in near) <= MOST_NEAR
+        lengths = [len(rows) for rows in near]
+        listed = sum(lengths) <= MOST_NEAR
         entries.append(
             {
                 **key,
-                "event": events[0].step if events else None,
-                "achieved": fmean(float(event.achieved[head]) for event in events) if events else None,
+                "event": steps[0] if events else None,
+                "achieved": fmean(each[head] for each in achieved) if events else None,
                 "kv_head": head,
                 "digest": digest,
-                "ties": sum(int(event.ties[head]) for event in events),
-                "margin": min(margins[:, head][~margins[:, head].isnan()].tolist(), default=None),
-                "event_steps": [event.step for event in events],
-                "event_margins": nullable(relative[:, head]),
-                "event_near_ties": [len(rows) for rows in near],
-                "event_ties": [int(event.ties[head]) for event in events],
+                "ties": sum(each[head] for each in ties),
+                "margin": min((each[head] for each in margins if not math.isnan(each[head])), default=None),
+                "event_steps": steps,
+                "event_margins": [None if math.isnan(each[head]) else each[head] for each in relative],
+                "event_near_ties": lengths,
+                "event_ties": [each[head] for each in ties],
                 "near_rows": [row for rows in near for row in rows.tolist()] if listed else None,
                 "oldest_row": oldest,
                 "evict_step": retained.evict_step[head].numpy(),  # as a list of Python numbers nine times the bytes

@@ -44,7 +44,7 @@ def gather(
     """
     evicting = sum(not policy.keeps_all for _, policy in plan.policies)
     warnings = warnings + sentences([note for part in parts for note in part.notes], evicting, len(work))
-    by_part = arrow_tables(parts)
+    by_part = [arrow_tables(part) for part in parts]
     for tables, shares in zip(by_part, _shares(plan, work, parts), strict=True):
         for name in ("layers", "rows"):
             tables[name] = with_columns(tables[name], shares[name])
@@ -58,16 +58,13 @@ def gather(
     return Result(manifest, whole, warnings)
 
 
-def arrow_tables(parts: list[Part]) -> list[dict[str, Any]]:
-    """The tables of every part as Arrow tables, whether it was computed now or read back."""
-    return [
-        {
-            name: table_of(name, p.tables[name], p.numbers) if isinstance(p.tables[name], list) else p.tables[name]
-            for name in (*TABLES, *OPTIONAL)
-            if name in p.tables
-        }
-        for p in parts
-    ]
+def arrow_tables(part: Part) -> dict[str, Any]:
+    """The tables of a part as Arrow tables, whether it was computed now or read back."""
+    return {
+        name: table_of(name, found, part.numbers) if isinstance(found := part.tables[name], list) else found
+        for name in (*TABLES, *OPTIONAL)
+        if name in part.tables
+    }
 
 
 def by_sequence(work: Work) -> dict[int, list[int]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
@@ -22,20 +24,36 @@ def refuse_double(plan: Plan, cell: Cell, event: Event) -> None:
 
 
 def columns_of(
-    metrics: dict[str, Metric], partial: dict[str, dict[str, Tensor]]
-) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """Head columns [H] and layer columns of all metrics, NaN as None; shares come once all layers are there."""
-    heads: dict[str, list[Any]] = {}
-    alone: dict[str, Any] = {}
+    metrics: Mapping[str, Metric], partials: Mapping[str, Sequence[dict[str, Tensor]]]
+) -> list[tuple[dict[str, list[Any]], dict[str, Any]]]:
+    """Per cell the head columns [H] and layer columns of all metrics, NaN as None; shares come once all layers are
+    there.
+
+    Args:
+        partials: of every metric, one per cell.
+    """
+    count = len(next(iter(partials.values())))
+    found: list[tuple[dict[str, list[Any]], dict[str, Any]]] = [({}, {}) for _ in range(count)]
     for name, metric in metrics.items():
         for column in metric.columns:
-            if column.share:
+            if column.share or column.level not in ("head", "layer"):
                 continue
-            if column.level == "head":
-                heads[column.name] = nullable(partial[name][column.name])
-            elif column.level == "layer":
-                alone[column.name] = nullable(partial[name][column.name])[0]
-    return heads, alone
+            values = [partial[column.name] for partial in partials[name]]
+            alike = {value.dtype for value in values}  # what others hand out may be whole numbers in one cell only
+            each = _plain(values) if len(alike) == 1 else [nullable(value) for value in values]
+            for (heads, alone), cell in zip(found, each, strict=True):
+                if column.level == "head":
+                    heads[column.name] = cell
+                else:
+                    alone[column.name] = cell[0]
+    return found
+
+
+def _plain(values: Sequence[Tensor]) -> list[list[Any]]:
+    """`nullable` of tensors of one shape, all at once."""
+    flat = nullable(torch.stack(list(values)))
+    width = values[0].numel()
+    return [flat[start : start + width] for start in range(0, len(flat), width)]
 
 
 def row_entries(key: dict[str, Any], layer: Layer, heads: dict[str, list[Any]]) -> list[dict[str, Any]]:

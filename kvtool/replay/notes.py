@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, Literal
-
-import torch
 
 from kvtool.layer import Geometry
 from kvtool.replay.events import MOST_EVENTS
 from kvtool.replay.plan import Cell
-from kvtool.retained import DEADLINE, FACTORISATION, RetainedSet
+from kvtool.retained import DEADLINE, FACTORISATION, Event, RetainedSet
 
-NONE = torch.zeros(1)
 SAID = {
     "no-effect": "had no effect in {where}: the budget covers every candidate",
     "pages": "had no effect in {where}: no page could leave as a whole, and one that is being filled never does",
@@ -40,30 +38,30 @@ Kind = Literal[
     "fallback",
     "knorm",
 ]
+Missing = Literal["no-effect", "pages", "never-ran"] | None
 
 
-def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int, layer: int) -> list[dict[str, Any]]:
-    """The notes on one cell of one unit, as plain values; `donor` is the layer that was scored."""
+def note_unit(cell: Cell, retained: RetainedSet, reason: Missing, sequence: int, layer: int) -> list[dict[str, Any]]:
+    """The notes on one cell of one unit, as plain values; `reason` is what `without_effect` says of it."""
     events = retained.events
     kinds: list[Kind] = []
     overfull = [event for event in events if event.overfull]
     if overfull:
         kinds.append("page-filling" if cell.schedule.block > 1 else "overfull")
-    reason = without_effect(cell, retained, donor)
     if reason is not None:
         kinds.append(reason)
-    if any(bool((event.diagnostics.get("jitter", NONE) > 0).any()) for event in events):
+    if any(value > 0 for value in _diagnosed(events, "jitter")):
         kinds.append("jitter")
-    declared = torch.cat([NONE, *(e.diagnostics.get("fallback", NONE) for e in events)])
+    declared = _diagnosed(events, "fallback")
     if not cell.schedule.repeats:  # under several events the window decides instead
-        if bool((declared == 1).any()):
+        if 1 in declared:
             kinds.append("fallback")
-        if bool((declared == 2).any()):
+        if 2 in declared:
             kinds.append("knorm")
-    instead = torch.cat([torch.zeros(1), *(e.fallback for e in events if e.fallback is not None)])
-    if bool((instead == FACTORISATION).any()):
+    instead = {value for event in events if event.fallback is not None for value in event.fallback.tolist()}
+    if FACTORISATION in instead:
         kinds.append("window")
-    if bool((instead == DEADLINE).any()):
+    if DEADLINE in instead:
         kinds.append("deadline")
     return [
         {
@@ -98,12 +96,21 @@ def note_thinned(decided: list[RetainedSet], sequence: int, layer: int) -> list[
     ]
 
 
-def without_effect(
-    cell: Cell, retained: RetainedSet, donor: Geometry
-) -> Literal["no-effect", "pages", "never-ran"] | None:
-    """Why a policy that was asked to evict did not; None where it did, or where nothing was asked of it."""
-    asked = cell.budget.ratio is None or cell.budget.ratio > 0
-    if not asked or cell.policy.skips(donor) or bool((retained.evict_step < retained.tokens).any()):
+def _diagnosed(events: Sequence[Event], name: str) -> set[float]:
+    """Every number that a policy's diagnosis `name` holds."""
+    said = [event.diagnostics[name] for event in events if name in event.diagnostics]
+    return {value for values in said for value in values.tolist()}
+
+
+def without_effect(cell: Cell, retained: RetainedSet, donor: Geometry, evicted: int | None = None) -> Missing:
+    """Why a policy that was asked to evict did not; None where it did, or where nothing was asked of it.
+
+    Args:
+        donor: the layer that was scored.
+        evicted: how many tokens left, where that was counted already.
+    """
+    left = bool((retained.evict_step < retained.tokens).any()) if evicted is None else evicted > 0
+    if left or (cell.budget.ratio is not None and not cell.budget.ratio > 0) or cell.policy.skips(donor):
         return None
     if not retained.events:
         return "never-ran"

@@ -212,7 +212,7 @@ class Store:
                 digests = {}
                 for table, entries in part.tables.items():
                     file = f"{table}.parquet"
-                    digests[file] = write_parquet(table_of(table, entries, part.numbers), temporary / file)
+                    digests[file] = write_parquet(_arrow(table, entries, part.numbers), temporary / file)
                 buffer = io.BytesIO()
                 arrays = {
                     f"{cell}/{span}/{metric}/{name}": value.numpy()
@@ -244,3 +244,8 @@ class Store:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _arrow(name: str, entries: Any, numbers: tuple[str, ...]) -> Any:
+    """Entries, or a table that was made of them already, as an Arrow table."""
+    return table_of(name, entries, numbers) if isinstance(entries, list) else entries

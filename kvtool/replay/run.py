@@ -18,7 +18,7 @@ from kvtool.replay.cards import noted
 from kvtool.replay.coverage import Coverages
 from kvtool.replay.crew import Crew, one_thread, place_for
 from kvtool.replay.decomposable import decomposable, stated_cost
-from kvtool.replay.gather import Work, gather
+from kvtool.replay.gather import Work, arrow_tables, gather
 from kvtool.replay.order import Unit
 from kvtool.replay.parts import Part, Store
 from kvtool.replay.plan import Plan, make_plan
@@ -233,6 +233,7 @@ class _Run:
         if part is None:
             with in_sequence(unit.sequence):
                 part = run_unit(sequence, unit.layer, self.plan, unit.step, lambda what: tell(f"{unit}: {what}"))
+            part.tables = arrow_tables(part)  # entries take a hundred times the room, until all layers are there
             if store:
                 store.save(unit.name, unit.key, part)
         return part

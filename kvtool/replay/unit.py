@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,15 +14,18 @@ from kvtool.kernels.attention_mass import attention_mass
 from kvtool.kernels.device import using
 from kvtool.kernels.retained_attention.errors import Which
 from kvtool.layer import Layer
-from kvtool.metrics import StepErrors, ages, evaluate_cells, landmark_entries, nullable
+from kvtool.metrics import ages_of_cells, evaluate_cells, landmark_entries, nullable
 from kvtool.metrics.cache_size import live_tokens
+from kvtool.metrics.step_errors import all_finite
+from kvtool.replay.counts import achieved_of, counts_at, counts_of, evicted_of, stored, window_decided
 from kvtool.replay.decide import donor_of, run_schedule
 from kvtool.replay.decisions import decision_entries
 from kvtool.replay.decompose import Say, decompose_unit
 from kvtool.replay.events import event_entries
 from kvtool.replay.heap import trim
 from kvtool.replay.landmarks import about
-from kvtool.replay.metric_columns import columns_of, refuse_double, row_entries
+from kvtool.replay.measured import measured_alike, measured_cells
+from kvtool.replay.metric_columns import refuse_double, row_entries
 from kvtool.replay.notes import note_thinned, note_unit, without_effect
 from kvtool.replay.parts import Part, Partial
 from kvtool.replay.plan import CONTROLS, Cell, Plan
@@ -32,7 +33,7 @@ from kvtool.replay.telemetry import telemetry_entries
 from kvtool.replay.timeline import NAME as TIMELINE
 from kvtool.replay.timeline import binned, bins
 from kvtool.replay.work import evaluated_from
-from kvtool.retained import DEADLINE, Event, RetainedSet
+from kvtool.retained import Event, RetainedSet
 from kvtool.schedule import Schedule
 from kvtool.trace import Sequence
 
@@ -85,22 +86,23 @@ def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say
     notes, keys = [], []
     landmarks: list[dict[str, Any]] = []
     said = about(sequence)
-    for cell, retained, found in zip(plan.cells, decided, errors, strict=True):
+    evicted = evicted_of(decided)
+    measured = measured_cells(plan, layer, decided, errors, starts, masses)
+    each = zip(plan.cells, decided, errors, evicted, measured, _ages(decided, donor, plan), strict=True)
+    for cell, retained, found, left, (whole, columns), old in each:
         key = {"sequence": sequence.index, **cell.key(plan), **achieved_of(retained), "event": None, "layer": layer_id}
         keys.append(key)
         start = starts[cell.schedule]
-        mine = found.between(start, layer.tokens)
-        if not cell.schedule.repeats and cell.policy.positions == "original":
-            mine = replace(mine, future_mass=masses[start])
-        whole = _measure(plan, cell, layer, donor, retained, mine, key, tables)
-        counts = {"ties": sum(int(event.ties.sum()) for event in retained.events), **counts_of(retained, layer.tokens)}
-        missing = without_effect(cell, retained, donor.geometry)
+        only = None if cell.schedule.repeats else retained.events[0]
+        _enter(plan, cell, layer, donor, columns, key, tables, only)
+        counts = {"ties": sum(sum(event.ties.tolist()) for event in retained.events)}
+        counts |= counts_of(retained, layer.tokens, left)
+        missing = without_effect(cell, retained, donor.geometry, left)
         counts |= {"no_effect": int(missing is not None), "evaluated_from": start}
-        evicting = sum(bool((e.found > e.achieved).any()) for e in retained.events if e.found is not None)
-        counts["window_decided"] = int(0 < evicting == counts["fallbacks"])
+        counts["window_decided"] = int(window_decided(retained, counts["fallbacks"]))
         flags = {name: bool(counts[name]) for name in FLAGS}
         tables["layers"][-1] |= {**counts, **flags}
-        whole["counts"] = _stored({**counts, "achieved": key["achieved"]})
+        whole["counts"] = stored({**counts, "achieved": key["achieved"]})
         if plan.repeats:
             whole[TIMELINE] = binned(found, retained, layer.geometry, bins(step, layer.tokens, plan.bin_steps))
         partials.append(whole)
@@ -110,14 +112,15 @@ def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say
                 continue
             at = next((event for event in retained.events if event.step == begin), None)
             here = {**key, **achieved_of(RetainedSet(retained.evict_step, [at] if at else [])), "event": begin}
-            part = _measure(plan, cell, layer, donor, retained, found.between(begin, stop), here, tables, at)
-            counted = {"ties": 0 if at is None else int(at.ties.sum()), **_counts_at(at)}
+            ((part, columns),) = measured_alike(plan, layer, [retained], [found.between(begin, stop)])
+            _enter(plan, cell, layer, donor, columns, here, tables, at)
+            counted = {"ties": 0 if at is None else int(at.ties.sum()), **counts_at(at)}
             tables["layers"][-1] |= {**counted, **flags, "evaluated_from": start}
-            part["counts"] = _stored({**counted, "achieved": here["achieved"]})
+            part["counts"] = stored({**counted, "achieved": here["achieved"]})
             spans[-1][begin] = part
-        tables["ages"] += _ages(key, retained, donor, plan)
+        tables["ages"] += [{**key, **entry} for entry in old]
         tables["evict_steps"] += decision_entries(key, retained, donor.geometry)
-        notes += note_unit(cell, retained, donor.geometry, sequence.index, layer_id)
+        notes += note_unit(cell, retained, missing, sequence.index, layer_id)
         landmarks += [{**key, **said, **entry} for entry in landmark_entries(retained, sequence.landmarks)]
     if any(each.landmarks for each in sequence.trace.sequences):
         tables["landmarks"] = landmarks
@@ -154,67 +157,28 @@ def told_apart(schedule: Schedule, retained: RetainedSet, layer: Layer) -> list[
     return list(itertools.pairwise([*events, layer.tokens]))
 
 
-def _measure(
+def _enter(
     plan: Plan,
     cell: Cell,
     layer: Layer,
     donor: Layer,
-    retained: RetainedSet,
-    found: StepErrors,
+    columns: tuple[dict[str, list[Any]], dict[str, Any]],
     key: dict[str, Any],
     tables: dict[str, list[dict[str, Any]]],
-    event: Event | None = None,
-) -> Partial:
-    """Every metric of these steps: entries into `layers` and `rows`, and what is stored of them.
+    event: Event | None,
+) -> None:
+    """Entries into `layers` and `rows`.
 
     Args:
-        event: whose diagnostics stand beside the rows; the first one where it is the only one.
+        columns: of heads [H] and of the layer, as `measured_cells` has them.
+        event: whose diagnostics stand beside the rows.
     """
-    metrics = plan.metrics
-    partial = {name: metric.partial(found, layer.geometry, retained) for name, metric in metrics.items()}
-    heads, alone = columns_of(metrics, partial)
-    block = None if found.gradients is None else found.gradients.block
-    heads |= {"predicted_kl_block": [block] * layer.geometry.query_heads}
-    empty = [None] * layer.geometry.query_heads
-    heads |= {"rho": empty, "jitter": empty, "fallback": empty}  # one schema, whichever policies ran
-    if event is None and not cell.schedule.repeats:
-        (event,) = retained.events
+    heads, alone = columns
     if donor is layer and event is not None:  # a donor's diagnostics speak of the donor's query heads
         refuse_double(plan, cell, event)
-        heads |= {name: nullable(values) for name, values in event.diagnostics.items()}
-    tables["layers"].append({**key, **alone, "predicted_kl_block": block})
+        heads = heads | {name: nullable(values) for name, values in event.diagnostics.items()}
+    tables["layers"].append({**key, **alone})
     tables["rows"] += row_entries(key, layer, heads)
-    return partial
-
-
-def achieved_of(retained: RetainedSet) -> dict[str, float | None]:
-    """Tokens that the smallest KV head kept, mean over events; None where none ran."""
-    kept = [float(event.achieved.min()) for event in retained.events]
-    return {"achieved": fmean(kept) if kept else None}
-
-
-def counts_of(retained: RetainedSet, tokens: int) -> dict[str, float]:
-    """How many events there were, the candidates they had on average, and how often the window decided instead."""
-    found = [float(event.found.max()) for event in retained.events if event.found is not None]
-    instead = [event.fallback for event in retained.events if event.fallback is not None]
-    return {
-        "candidates": fmean(found) if found else math.nan,
-        "events": len(retained.events),
-        "evicted": int((retained.evict_step < tokens).sum()),
-        "fallbacks": sum(int((one > 0).any()) for one in instead),
-        "deadline_fallbacks": sum(int((one == DEADLINE).any()) for one in instead),
-    }
-
-
-def _stored(counts: dict[str, Any]) -> dict[str, Tensor]:
-    known = {name: math.nan if value is None else float(value) for name, value in counts.items()}
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
-
-
-def _counts_at(event: Event | None) -> dict[str, float | None]:
-    alone = RetainedSet(torch.empty(0, 0), [event] if event else [])
-    evicted = None if event is None or event.found is None else int((event.found - event.achieved).sum())
-    return {**counts_of(alone, 0), "evicted": evicted}
 
 
 def decide_cells(
@@ -249,7 +213,7 @@ def _refuse_nonsense(layer: Layer, sequence: int) -> None:
     if layer.geometry.sink_logits is not None:
         arrays["sink_logits"] = layer.geometry.sink_logits
     for name, array in arrays.items():
-        if not all(bool(torch.isfinite(part).all()) for part in array):  # of all at once: a copy of the whole
+        if not all_finite(array):
             raise KvtoolError(
                 "not-finite",
                 f"{name} of sequence {sequence}, layer {layer.geometry.layer} hold NaN or infinity",
@@ -274,15 +238,14 @@ def _future_mass(layer: Layer, steps: Tensor) -> Tensor:
     return mass.view(geometry.kv_heads, geometry.group, -1).sum(1)
 
 
-def _ages(key: dict[str, Any], retained: RetainedSet, layer: Layer, plan: Plan) -> list[dict[str, Any]]:
-    found = ages(
-        retained,
+def _ages(decided: list[RetainedSet], layer: Layer, plan: Plan) -> list[list[dict[str, Any]]]:
+    return ages_of_cells(
+        decided,
         layer.geometry,
         prompt_length=layer.prompt_length,
         sinks=plan.protection.sinks,
         window=plan.protection.window,
     )
-    return [{**key, **entry} for entry in found]
 
 
 def _cache(key: dict[str, Any], retained: RetainedSet, layer: Layer, steps: Tensor) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ Scores: TypeAlias = np.ndarray[Any, Any]
 # How far rounding may move a score, relative to the scores about it: what another order of the same sums does, and a
 # hundred times less than a narrower dtype would.
 ROUNDING, ROUNDING_FLOAT64 = 1e-5, 1e-10
+NEARBY = 32  # scores about a cut that are looked at first
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,16 +62,13 @@ def cut(ranking: Ranking, budgets: Sequence[int], dtype: torch.dtype | None = No
     if len(budgets) != heads or min(budgets, default=0) < 0:
         raise KvtoolError("shape", f"budgets {list(budgets)} do not fit {heads} KV heads")
     device = ranking.ranking.device
-    achieved = torch.tensor(list(budgets), dtype=torch.int64, device=device).clamp_max(candidates)
-    keep = ranking.ranking <= achieved[:, None]
-
+    achieved = [min(budget, candidates) for budget in budgets]
     # the cut lies between ranks `achieved` and `achieved + 1`, where both are unprotected
-    ties = torch.zeros(heads, dtype=torch.int64, device=device)
-    margin = torch.full((heads,), torch.nan, dtype=torch.float64, device=device)
-    relative = margin.clone()
-    close = torch.zeros_like(ranking.ordered, dtype=torch.bool)  # in rank order
+    ties, margin, relative = [0] * heads, [math.nan] * heads, [math.nan] * heads
+    near = [(0, 0)] * heads  # in rank order, from and to
     rounding = ROUNDING_FLOAT64 if (dtype or ranking.ordered.dtype) == torch.float64 else ROUNDING
-    for head, (kept, protected) in enumerate(zip(achieved.tolist(), ranking.protected.tolist(), strict=True)):
+    protection = ranking.counts
+    for head, (kept, protected) in enumerate(zip(achieved, protection, strict=True)):
         if not protected < kept < candidates:
             continue
         free, place = ranking.free[head], kept - protected
@@ -81,28 +79,48 @@ def cut(ranking: Ranking, budgets: Sequence[int], dtype: torch.dtype | None = No
         else:
             margin[head] = last_kept - first_evicted
         scale = max([ranking.typical[head], *(abs(s) for s in (last_kept, first_evicted) if math.isfinite(s))])
-        if math.isfinite(float(margin[head])):
+        if math.isfinite(margin[head]):
             relative[head] = margin[head] / scale if scale > 0 else 0.0
-        close[head, protected:] = torch.from_numpy(_close(free, place, rounding * scale)).to(device)
+        low, high = _close(free, place, rounding * scale)
+        near[head] = (protected + low, protected + high)
+
+    def column(values: Sequence[float], kind: torch.dtype) -> Tensor:
+        return torch.tensor(list(values), dtype=kind, device=device)
+
+    kept_ranks, begin, end = (
+        column(ranks, torch.int64)[:, None] for ranks in (achieved, *(list(one) for one in zip(*near, strict=True)))
+    )
     return Selection(
-        keep=keep,
-        achieved=achieved,
-        ties=ties,
-        margin=margin,
-        relative_margin=relative,
-        near=close.gather(1, ranking.ranking - 1),
-        overfull=bool((achieved < ranking.protected).any()),
+        keep=ranking.ranking <= kept_ranks,
+        achieved=kept_ranks[:, 0],
+        ties=column(ties, torch.int64),
+        margin=column(margin, torch.float64),
+        relative_margin=column(relative, torch.float64),
+        near=(ranking.ranking > begin) & (ranking.ranking <= end),
+        overfull=any(kept < protected for kept, protected in zip(achieved, protection, strict=True)),
         ranking=ranking.ranking,
     )
 
 
-def _close(scores: Scores, place: int, distance: float) -> Scores:
-    """[n] bool: kept ones within `distance` of the first evicted, evicted ones within it of the last kept."""
-    other = np.full(scores.shape, scores[place - 1])
-    other[:place] = scores[place]
-    with np.errstate(invalid="ignore"):  # infinities less each other
-        near: Scores = (scores == other) | (np.abs(scores - other) <= distance)
-    return near
+def _close(scores: Scores, place: int, distance: float) -> tuple[int, int]:
+    """From and to where the kept `scores` [n], descending, lie within `distance` of the first evicted, and the
+    evicted ones within it of the last kept: a run about the cut."""
+    low = place - _run(scores[:place][::-1], scores[place], distance)
+    return low, place + _run(scores[place:], scores[place - 1], distance)
+
+
+def _run(scores: Scores, other: Any, distance: float) -> int:
+    """How many of the first `scores`, which move away from `other`, lie within `distance` of it."""
+    length = NEARBY
+    while True:
+        some = scores[:length]
+        with np.errstate(invalid="ignore"):  # infinities less each other
+            close = (some == other) | (np.abs(some - other) <= distance)
+        if not close.all():
+            return int(close.argmin())
+        if length >= scores.size:
+            return int(scores.size)
+        length *= 8
 
 
 def select(scores: Tensor, tokens: Tensor, budgets: Sequence[int], *, sinks: int, window: int, step: int) -> Selection:

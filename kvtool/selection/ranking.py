@@ -42,10 +42,16 @@ class Ranking:
     protected: Tensor
 
     @cached_property
+    def counts(self) -> list[int]:
+        """`protected`, for all cuts."""
+        found: list[int] = self.protected.tolist()
+        return found
+
+    @cached_property
     def free(self) -> list[np.ndarray[Any, Any]]:
         """Per KV head its unprotected scores in rank order, float64; for all cuts."""
         wide = self.ordered.to(torch.float64).cpu().numpy()
-        return [scores[protected:] for scores, protected in zip(wide, self.protected.tolist(), strict=True)]
+        return [scores[protected:] for scores, protected in zip(wide, self.counts, strict=True)]
 
     @cached_property
     def typical(self) -> list[float]:
@@ -83,17 +89,26 @@ def rank(scores: Tensor, tokens: Tensor, *, sinks: int, window: int, step: int) 
         raise NaNScore(head, int(tokens[head, column]))
     scores = scores + 0.0  # -0.0 becomes 0.0: radix sorts tell them apart, comparisons do not
 
-    order = tokens.argsort(dim=1, descending=True, stable=True)  # [Hk, N] columns, newest first
-    order = order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True))
+    order = _newest_first(scores, tokens)
     rows = tokens.gather(1, order)
     is_sink, is_recent = rows < sinks, rows >= step - window
-    precedence = torch.where(is_recent, sinks + step - 1 - rows, torch.full_like(rows, sinks + max(window, 0)))
-    precedence = torch.where(is_sink, rows, precedence)
-    order = order.gather(1, precedence.argsort(dim=1, stable=True))
+    protected = is_sink | is_recent
+    if bool(protected.any()):
+        # Behind the protected ones all are alike, and the sort leaves them as they are.
+        precedence = torch.where(is_recent, sinks + step - 1 - rows, sinks + max(window, 0))
+        order = order.gather(1, torch.where(is_sink, rows, precedence).argsort(dim=1, stable=True))
 
     places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device).expand_as(order)
     return Ranking(
         ranking=torch.empty_like(order).scatter_(1, order, places),
         ordered=scores.gather(1, order),
-        protected=(is_sink | is_recent).sum(1),
+        protected=protected.sum(1),
     )
+
+
+def _newest_first(scores: Tensor, tokens: Tensor) -> Tensor:
+    """[Hk, N] columns by score descending, of equals the newer row first."""
+    if bool((tokens[:, 1:] > tokens[:, :-1]).all()):  # ascending rows, as candidates are: read from behind
+        return tokens.shape[1] - 1 - scores.flip(1).argsort(dim=1, descending=True, stable=True)
+    order = tokens.argsort(dim=1, descending=True, stable=True)
+    return order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True))
