@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -97,7 +99,8 @@ def ages(
             step = retained.tokens if event is None else event.step
             pool = first + np.flatnonzero(evict[first:step] >= step)
             kept = pool if event is None else pool[evict[pool] > step]
-            flexible = kept[(kept >= sinks) & (kept < step - window)]
+            first_rows = int(np.searchsorted(kept, sinks))  # kept rows ascend
+            flexible = kept[first_rows : max(first_rows, int(np.searchsorted(kept, step - window)))]
             if event is not None:
                 found, left = found + pool.size, left + pool.size - kept.size
                 unchanged = unchanged + 1 if before is not None and np.array_equal(before, flexible) else 0
@@ -105,14 +108,16 @@ def ages(
                 _expose(curves, pool, evict, event, prompt_length)
                 if step not in shown:
                     continue
+            found_ages = _statistics(step - pool)
+            kept_ages = found_ages if kept is pool else _statistics(step - kept)
             lives = _lifetimes(evict, leaves) if event is None else (None, None)
             entries.append(
                 {
                     "kv_head": head,
                     "event": None if event is None else step,
-                    **_statistics("pool", step - pool),
-                    **_statistics("kept", step - kept),
-                    **_shares(kept, flexible, sinks),
+                    **_prefixed("pool", found_ages),
+                    **_prefixed("kept", kept_ages),
+                    **_shares(kept.size, first_rows, flexible.size),
                     **(_turnover(pool.size, pool.size - kept.size) if event else _turnover(found, left)),
                     "frozen": unchanged >= frozen_after,
                     **{f"survival_{part}": curve.curve() for part, curve in curves.items()},
@@ -148,7 +153,10 @@ def histogram(values: Tensor) -> list[int]:
 
 
 def _by_powers(values: Rows) -> list[int]:
-    counts: list[int] = np.bincount(np.frexp(values.astype(np.float64))[1] - 1).tolist()  # x = m·2^e, 1/2 <= m < 1
+    if not values.size:
+        return []
+    each = np.bincount(values)
+    counts: list[int] = np.add.reduceat(each, [1 << bit for bit in range((each.size - 1).bit_length())]).tolist()
     return counts
 
 
@@ -160,31 +168,44 @@ def _histogram(ascending: Rows) -> list[int]:
     return counts
 
 
-def _statistics(prefix: str, descending: Rows) -> dict[str, Any]:
-    """Of ages that descend, as those of ascending rows do."""
-    age = descending[::-1]
+def _statistics(descending: Rows) -> dict[str, Any]:
+    """Of ages that descend, as those of ascending rows do. A pool without gaps is known by its ends."""
+    size = descending.size
+    if size and int(descending[0]) - int(descending[-1]) == size - 1:
+        return dict(_of_run(int(descending[-1]), size))
+    return _of_ages(descending[::-1])
+
+
+@lru_cache(maxsize=1024)
+def _of_run(youngest: int, size: int) -> Mapping[str, Any]:
+    """Of `size` tokens one after another: what every cell finds at the same first event."""
+    return MappingProxyType(_of_ages(np.arange(youngest, youngest + size)))
+
+
+def _of_ages(age: Rows) -> dict[str, Any]:
+    """Number, statistics and histogram of ascending ages."""
     values: list[Any] = [None] * len(STATISTICS)
     if age.size:
-        values = [int(age[0]), *(_quantile(age, share) for share in (0.1, 0.5, 0.9)), int(age[-1]), float(age.mean())]
-    return {
-        f"{prefix}_tokens": age.size,
-        **{f"{prefix}_age_{name}": value for name, value in zip(STATISTICS, values, strict=True)},
-        f"{prefix}_age_histogram": _histogram(age),
-    }
+        places = [share * (age.size - 1) for share in (0.1, 0.5, 0.9)]
+        mean = int(age.sum()) / age.size
+        values = [int(age[0]), *(_between(age, place) for place in places), int(age[-1]), mean]
+    found = {f"age_{name}": value for name, value in zip(STATISTICS, values, strict=True)}
+    return {"tokens": age.size, **found, "age_histogram": _histogram(age)}
 
 
-def _quantile(ascending: Rows, share: float) -> float:
+def _prefixed(prefix: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}_{name}": value for name, value in found.items()}
+
+
+def _between(ascending: Rows, place: float) -> float:
     """Linear interpolation between neighbours."""
-    place = share * (ascending.size - 1)
     low = min(int(place), ascending.size - 1)
     high = min(low + 1, ascending.size - 1)
     return float(ascending[low]) + (place - low) * float(ascending[high] - ascending[low])
 
 
-def _shares(kept: Rows, flexible: Rows, sinks: int) -> dict[str, float | None]:
-    count = kept.size
-    first = int((kept < sinks).sum())
-    parts = {"sinks": first, "window": count - first - flexible.size, "flexible": flexible.size}
+def _shares(count: int, first: int, flexible: int) -> dict[str, float | None]:
+    parts = {"sinks": first, "window": count - first - flexible, "flexible": flexible}
     return {f"kept_{name}_share": number / count if count else None for name, number in parts.items()}
 
 
@@ -195,10 +216,13 @@ def _turnover(candidates: int, evicted: int) -> dict[str, Any]:
 def _expose(curves: dict[str, Survival], pool: Rows, evict: Rows, event: Event, prompt_length: int) -> None:
     """Tell the clocks. A token that left although it was protected (an overfull budget) was exposed too."""
     left = evict[pool] == event.step
-    exposed = ((pool >= event.sinks) & (pool < event.step - event.window)) | left
-    for part, mine in (("prompt", pool < prompt_length), ("decode", pool >= prompt_length)):
-        chosen = exposed & mine
-        curves[part].expose(pool[chosen], left[chosen])
+    if event.sinks or event.window:
+        exposed = ((pool >= event.sinks) & (pool < event.step - event.window)) | left
+        pool, left = pool[exposed], left[exposed]
+    rows, gone = pool, left
+    border = int(np.searchsorted(rows, prompt_length))  # rows ascend
+    curves["prompt"].expose(rows[:border], gone[:border])
+    curves["decode"].expose(rows[border:], gone[border:])
 
 
 def _lifetimes(evict: Rows, leaves: Rows) -> tuple[list[int], list[int]]:

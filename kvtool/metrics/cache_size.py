@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,10 +36,10 @@ def live_tokens(evict_step: Tensor, geometry: Geometry) -> Tensor:
     """
     heads, tokens = evict_step.shape
     gone = torch.minimum(evict_step.to(torch.int64), leaving_steps(geometry, tokens)).maximum(torch.arange(tokens))
-    change = torch.zeros(heads, tokens + 1, dtype=torch.int64)
-    change[:, :tokens] = 1  # row p is written at step p
-    change.scatter_add_(1, gone, torch.full_like(gone, -1))
-    return change.cumsum(1)[:, :tokens]
+    left = torch.empty(heads, tokens, dtype=torch.int64)
+    for head, mine in enumerate(gone.numpy()):
+        left[head] = torch.from_numpy(np.bincount(mine, minlength=tokens)[:tokens].cumsum())
+    return torch.arange(1, tokens + 1) - left  # row p is written at step p
 
 
 def bytes_per_token(geometry: Geometry) -> int:

@@ -112,17 +112,24 @@ def filled(rows: Tensor, count: int, step: int) -> Tensor:
 
 
 def score_caches(
-    label: str, policy: Policy, layer: Layer, state: Any, rows: Many[Tensor], step: int, ahead: Tensor | None
+    label: str,
+    policy: Policy,
+    layer: Layer,
+    state: Any,
+    rows: Many[Tensor],
+    step: int,
+    ahead: Tensor | None,
+    shared: dict[Any, Any] | None = None,
 ) -> list[Scored]:
     """Scores of the candidates `rows` [N_h] of every KV head, ascending.
 
     Where a layer's window cut the heads' caches to different lengths, the policy is asked once per length. The
     heads of another length are filled with the tokens of one that has it, and what is said of them is dropped:
-    a policy scores each KV head by itself, or gives all heads the same tokens, which have one length.
+    a policy scores each KV head by itself, or gives all heads the same tokens. `shared` is that of `View`, if any.
     """
-    found = []
+    found, common = [], {} if shared is None else shared
     for heads, tokens in _by_length(rows):
-        view = View(layer, step, tokens, step, torch.full_like(tokens, layer.tokens), ahead)
+        view = View(layer, step, tokens, step, torch.full_like(tokens, layer.tokens), ahead, shared=common)
         scores = scores_with(label, policy, layer, view, state)
         found.append(Scored(view, heads, scores, diagnoses_of(label, policy, layer, view, state), state))
     return found

@@ -24,6 +24,10 @@ def decision_entries(key: dict[str, Any], retained: RetainedSet, geometry: Geome
     margins = torch.stack([event.margin for event in events]) if events else none
     relative = torch.stack([event.relative_margin for event in events]) if events else none
     oldest = int(geometry.first_visible(torch.tensor(events[-1].step))) if events else None
+    lowest = [[value for value in of_head if value == value] for of_head in margins.T.tolist()]  # NaN left out
+    closest = [nullable(of_head) for of_head in relative.T]
+    ties = [event.ties.tolist() for event in events]
+    achieved = [event.achieved.tolist() for event in events]
     entries = []
     for head in range(retained.evict_step.shape[0]):
         near = [event.near[head] for event in events]
@@ -32,15 +36,15 @@ def decision_entries(key: dict[str, Any], retained: RetainedSet, geometry: Geome
             {
                 **key,
                 "event": events[0].step if events else None,
-                "achieved": fmean(float(event.achieved[head]) for event in events) if events else None,
+                "achieved": fmean(float(of_heads[head]) for of_heads in achieved) if events else None,
                 "kv_head": head,
                 "digest": digest,
-                "ties": sum(int(event.ties[head]) for event in events),
-                "margin": min(margins[:, head][~margins[:, head].isnan()].tolist(), default=None),
+                "ties": sum(of_heads[head] for of_heads in ties),
+                "margin": min(lowest[head], default=None),
                 "event_steps": [event.step for event in events],
-                "event_margins": nullable(relative[:, head]),
+                "event_margins": closest[head],
                 "event_near_ties": [len(rows) for rows in near],
-                "event_ties": [int(event.ties[head]) for event in events],
+                "event_ties": [of_heads[head] for of_heads in ties],
                 "near_rows": [row for rows in near for row in rows.tolist()] if listed else None,
                 "oldest_row": oldest,
                 "evict_step": retained.evict_step[head].numpy(),  # as a list of Python numbers nine times the bytes

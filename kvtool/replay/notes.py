@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Literal
 
-import torch
+from torch import Tensor
 
 from kvtool.layer import Geometry
 from kvtool.replay.events import MOST_EVENTS
 from kvtool.replay.plan import Cell
 from kvtool.retained import DEADLINE, FACTORISATION, RetainedSet
 
-NONE = torch.zeros(1)
 SAID = {
     "no-effect": "had no effect in {where}: the budget covers every candidate",
     "pages": "had no effect in {where}: no page could leave as a whole, and one that is being filled never does",
@@ -52,19 +51,15 @@ def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int,
     reason = without_effect(cell, retained, donor)
     if reason is not None:
         kinds.append(reason)
-    if any(bool((event.diagnostics.get("jitter", NONE) > 0).any()) for event in events):
+    if any(value > 0 for value in _said([event.diagnostics.get("jitter") for event in events])):
         kinds.append("jitter")
-    declared = torch.cat([NONE, *(e.diagnostics.get("fallback", NONE) for e in events)])
     if not cell.schedule.repeats:  # under several events the window decides instead
-        if bool((declared == 1).any()):
-            kinds.append("fallback")
-        if bool((declared == 2).any()):
-            kinds.append("knorm")
-    instead = torch.cat([torch.zeros(1), *(e.fallback for e in events if e.fallback is not None)])
-    if bool((instead == FACTORISATION).any()):
-        kinds.append("window")
-    if bool((instead == DEADLINE).any()):
-        kinds.append("deadline")
+        declared = _said([event.diagnostics.get("fallback") for event in events])
+        kinds += ["fallback"] * (1 in declared)
+        kinds += ["knorm"] * (2 in declared)
+    instead = _said([event.fallback for event in events])
+    kinds += ["window"] * (FACTORISATION in instead)
+    kinds += ["deadline"] * (DEADLINE in instead)
     return [
         {
             "kind": kind,
@@ -78,6 +73,11 @@ def note_unit(cell: Cell, retained: RetainedSet, donor: Geometry, sequence: int,
         }
         for kind in kinds
     ]
+
+
+def _said(of_events: list[Tensor | None]) -> set[float]:
+    """Every value that any event says of any head."""
+    return {value for values in of_events if values is not None for value in values.tolist()}
 
 
 def note_thinned(decided: list[RetainedSet], sequence: int, layer: int) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -68,7 +69,7 @@ def cut(ranking: Ranking, budgets: Sequence[int], dtype: torch.dtype | None = No
     ties = torch.zeros(heads, dtype=torch.int64, device=device)
     margin = torch.full((heads,), torch.nan, dtype=torch.float64, device=device)
     relative = margin.clone()
-    close = torch.zeros_like(ranking.ordered, dtype=torch.bool)  # in rank order
+    near = torch.zeros_like(keep)
     rounding = ROUNDING_FLOAT64 if (dtype or ranking.ordered.dtype) == torch.float64 else ROUNDING
     for head, (kept, protected) in enumerate(zip(achieved.tolist(), ranking.protected.tolist(), strict=True)):
         if not protected < kept < candidates:
@@ -83,26 +84,32 @@ def cut(ranking: Ranking, budgets: Sequence[int], dtype: torch.dtype | None = No
         scale = max([ranking.typical[head], *(abs(s) for s in (last_kept, first_evicted) if math.isfinite(s))])
         if math.isfinite(float(margin[head])):
             relative[head] = margin[head] / scale if scale > 0 else 0.0
-        close[head, protected:] = torch.from_numpy(_close(free, place, rounding * scale)).to(device)
+        first, last = _close(free, place, rounding * scale)
+        near[head] = (ranking.ranking[head] > protected + first) & (ranking.ranking[head] <= protected + last)
     return Selection(
         keep=keep,
         achieved=achieved,
         ties=ties,
         margin=margin,
         relative_margin=relative,
-        near=close.gather(1, ranking.ranking - 1),
+        near=near,
         overfull=bool((achieved < ranking.protected).any()),
         ranking=ranking.ranking,
     )
 
 
-def _close(scores: Scores, place: int, distance: float) -> Scores:
-    """[n] bool: kept ones within `distance` of the first evicted, evicted ones within it of the last kept."""
-    other = np.full(scores.shape, scores[place - 1])
-    other[:place] = scores[place]
-    with np.errstate(invalid="ignore"):  # infinities less each other
-        near: Scores = (scores == other) | (np.abs(scores - other) <= distance)
-    return near
+def _close(descending: Scores, place: int, distance: float) -> tuple[int, int]:
+    """Where those lie that `distance` could move across the cut before `place`: kept ones that far from the first
+    evicted, evicted ones that far from the last kept; from the first of them to behind the last."""
+    evicted, kept = float(descending[place]), float(descending[place - 1])
+
+    def near(at: int, other: float) -> bool:
+        mine = float(descending[at])
+        return mine == other or abs(mine - other) <= distance  # equal infinities less each other are NaN
+
+    first = bisect_left(range(place), True, key=lambda at: near(at, evicted))
+    last = bisect_left(range(place, len(descending)), True, key=lambda at: not near(at, kept))
+    return first, place + last
 
 
 def select(scores: Tensor, tokens: Tensor, budgets: Sequence[int], *, sinks: int, window: int, step: int) -> Selection:
