@@ -9,7 +9,7 @@ Vectors stay inside a tile. Rows in which a set underflows are computed again by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from .head_span import HeadSpan, Which
 from .inputs import Inputs, Seen
 from .tile import Workspace
 from .vectors import Vectors
+
+__all__ = ["CellErrors", "Which", "cell_errors", "serves"]
 
 TILE_ROWS = 512  # query rows of one KV head in a tile: fewer, and calls cost more than sums
 SPAN_STEPS = 512  # steps whose sets are cut into families at once
@@ -197,63 +199,59 @@ def _measure_span(
     sparse = which == "errors" and full is not None and log_sum_exp is not None
     for kv_head in range(inputs.kv_heads):
         group = inputs.query_heads_of(kv_head)
-        head = _Head(inputs, kv_head, columns, evict_steps[:, kv_head][:, columns], span, which, memory, sparse)
+        leaves = evict_steps[:, kv_head][:, columns]
+        copies = _copies(leaves, inputs.steps[span])
+        leaves, numbers = leaves[list(copies)], list(copies)
+        kept = (leaves > inputs.steps[span].min()).any(0) if sparse else None
+        if kept is not None and int(kept.sum()) >= SPARSE * kept.numel():
+            kept = None
+        head = HeadSpan(inputs, kv_head, columns, leaves, inputs.steps[span], which, memory, kept, numbers)
         for part in parts:
             known = None if full is None else full[group, part].reshape(-1, width)
             sums = None if log_sum_exp is None else log_sum_exp[group, part].reshape(-1)
             inside = slice(part.start - span.start, part.stop - span.start)
             slopes = None if gradients is None else _slopes(gradients[:, group], gradient_rows, part)
-            output, several = head.vectors(part, known, sums)
-            found.squared_output[group, part] = _by_step(output.norm(dim=-1).double().square(), inputs.group)
+            tile = evaluated(head, part, known, sums)
+            found.squared_output[group, part] = _by_step(
+                torch.linalg.vector_norm(tile.full, dim=-1).double().square(), inputs.group
+            )
             if projection is not None and projected is not None:
-                projected[cells, inside] += _project(output[None], projection[group])[0]
-            for vectors in several:
+                projected[cells, inside] += _project(tile.full[None], projection[group])[0]
+            for vectors in tile.vectors():
                 _store(found, vectors, group, part, inputs.group, which)
                 if projection is not None and projected is not None:
-                    projected[vectors.cells, inside] += _project(vectors.error(), projection[group])
+                    moved = _project(vectors.error(), projection[group])
+                    projected[vectors.places, inside] += moved
+                    for cell, own in zip(vectors.cells, moved, strict=True):
+                        for copy in copies[cell]:
+                            projected[copy, inside] += own
                 if slopes is not None and found.gradient_dot is not None:
                     dots = torch.einsum("ktd,tsd->kst", vectors.error(), slopes).neg_()
-                    found.gradient_dot[vectors.cells, :, group, part] = dots.unflatten(2, (inputs.group, -1))
+                    found.gradient_dot[vectors.places, :, group, part] = dots.unflatten(2, (inputs.group, -1))
+        for cell, others in copies.items():
+            for copy in others:
+                for numbers_of in (found.squared_error, found.mass, found.gap, found.cosine):
+                    numbers_of[copy, group, span].copy_(numbers_of[cell, group, span])
+                if found.gradient_dot is not None:
+                    found.gradient_dot[copy, :, group, span].copy_(found.gradient_dot[cell, :, group, span])
     if projected is not None and found.layer_squared_error is not None and found.layer_squared_output is not None:
         norms = torch.linalg.vector_norm(projected, dim=-1, dtype=torch.float64).square()
         found.layer_squared_error[:, span], found.layer_squared_output[span] = norms[:cells], norms[cells]
 
 
-class _Head:
-    """One KV head over a span: over all columns, or as long as that does over those that some cell keeps."""
+def _copies(leaves: Tensor, steps: Tensor) -> dict[int, list[int]]:
+    """Every distinct set of `leaves` [C, n] over the steps, as its first cell -> the other cells with that very set.
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        kv_head: int,
-        columns: slice | Tensor,
-        leaves: Tensor,
-        span: slice,
-        which: Which,
-        memory: Workspace,
-        sparse: bool,
-    ) -> None:
-        self._where = (inputs, kv_head, columns, leaves, inputs.steps[span], which, memory)
-        self._whole: HeadSpan | None = None
-        self._few: HeadSpan | None = None
-        kept = (leaves > inputs.steps[span].min()).any(0)
-        if sparse and int(kept.sum()) < SPARSE * kept.numel():
-            rows = torch.arange(inputs.rows.numel())[columns]
-            dropped = inputs.rows[rows[~kept]]
-            self._few = HeadSpan(
-                inputs, kv_head, rows[kept], leaves[:, kept], inputs.steps[span], which, memory, dropped
-            )
-
-    def vectors(self, part: slice, full: Tensor | None, log_sum_exp: Tensor | None) -> tuple[Tensor, Iterable[Vectors]]:
-        """f_V [r, Dv] of the steps `part`, and the vectors of all cells."""
-        if self._few is not None:
-            tile = evaluated(self._few, part, full, log_sum_exp)
-            several = list(tile.vectors())
-            if not tile.lacks_evicted:
-                return tile.full, several
-        self._whole = self._whole or HeadSpan(*self._where)
-        tile = evaluated(self._whole, part, full, log_sum_exp)
-        return tile.full, tile.vectors()
+    What two cells keep alike has the same numbers to the bit, whatever family the sums are made in.
+    """
+    found: dict[bytes, int] = {}
+    copies: dict[int, list[int]] = {}
+    for cell, mine in enumerate(leaves.clamp(int(steps.min()), int(steps.max()) + 1).to(torch.int32).numpy()):
+        first = found.setdefault(mine.tobytes(), cell)
+        copies.setdefault(first, [])
+        if first != cell:
+            copies[first].append(cell)
+    return copies
 
 
 def _store(found: CellErrors, vectors: Vectors, group: slice, part: slice, heads: int, which: Which) -> None:
@@ -261,7 +259,7 @@ def _store(found: CellErrors, vectors: Vectors, group: slice, part: slice, heads
     if which == "all":
         numbers += [(found.mass, vectors.mass), (found.gap, vectors.gap), (found.cosine, vectors.cosine)]
     for into, values in numbers:
-        into[vectors.cells, group, part] = _by_step(values(), heads)
+        into[vectors.places, group, part] = _by_step(values(), heads)
 
 
 def _by_step(values: Tensor, heads: int) -> Tensor:

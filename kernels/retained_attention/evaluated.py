@@ -17,25 +17,37 @@ from .tile import SMALL_MASS, Sums, Tile, running
 from .vectors import Vectors
 
 
-def evaluated(span: HeadSpan, part: slice, full: Tensor | None = None, log_sum_exp: Tensor | None = None) -> Evaluated:
-    """The rows of the steps `part`, f_V [r, Dv] and its log-sum-exp [r] given or not."""
+def evaluated(
+    span: HeadSpan,
+    part: slice,
+    full: Tensor | None = None,
+    log_sum_exp: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Evaluated:
+    """The query rows of the steps `part`, or `rows` of them.
+
+    Args:
+        full, log_sum_exp: [r, Dv] f_V and [r] its log-sum-exp where they are known, of these rows.
+        rows: [r] which of the G b rows; None is all, in the span's own memory until the next tile.
+    """
     inputs = span.inputs
     steps, first = inputs.steps[part], inputs.first_visible[part]
     partial = ((span.rows > steps.min()) | (span.rows < first.max())).nonzero()[:, 0]
-    rows = span.rows[partial, None]
-    visible = (first <= rows) & (rows <= steps)  # [n', b]
-    logits = span.logits(part, slice(None), span.memory.logits)
+    found = span.rows[partial, None]
+    visible = (first <= found) & (found <= steps)  # [n', b]
+    logits = span.logits(part, slice(None) if rows is None else rows, span.memory.logits if rows is None else None)
     if partial.numel():
-        logits[partial] = logits[partial].masked_fill((~visible).repeat(1, inputs.group), float("-inf"))
-    tile = Tile.of(logits, inputs.sinks(inputs.query_heads_of(span.kv_head), part), log_sum_exp)
-    return Evaluated(span, part, tile, partial, visible, full)
+        logits[partial] = logits[partial].masked_fill(~_spread(visible, rows, inputs.group), float("-inf"))
+    sinks = inputs.sinks(inputs.query_heads_of(span.kv_head), part)
+    tile = Tile.of(logits, sinks if sinks is None or rows is None else sinks[rows], log_sum_exp)
+    return Evaluated(span, part, tile, partial, visible, full, rows, both=span.which == "all")
 
 
-def _places(cells: list[int]) -> slice | Tensor:
-    """As a slice where one follows the other: to write there moves no memory twice."""
-    if cells == list(range(cells[0], cells[0] + len(cells))):
-        return slice(cells[0], cells[0] + len(cells))
-    return torch.tensor(cells)
+def _spread(by_step: Tensor, rows: Tensor | None, group: int) -> Tensor:
+    """[..., r] of what is said of each of the b steps, [..., b]; row r belongs to step r mod b."""
+    if rows is None:
+        return by_step.repeat(*[1] * (by_step.ndim - 1), group)
+    return by_step[..., rows % by_step.shape[-1]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +61,18 @@ class Masses:
         weak, close: [c, r] bool: what is retained underflows; f_V - f_R is too small a difference to be taken.
     """
 
-    cells: slice | Tensor
+    cells: list[int]
     leaves: Tensor
     mass: Tensor
     holds: Tensor
     touched: Tensor
     weak: Tensor
     close: Tensor
+
+    @property
+    def alone(self) -> Tensor | None:
+        """[c, r] bool, something is evicted and nothing retained; None where that never is so."""
+        return None if bool(self.holds.all()) else self.touched & ~self.holds
 
 
 @dataclass(eq=False)
@@ -66,7 +83,8 @@ class Evaluated:
         partial: [n'] columns that only some of the steps see, or none.
         visible: [n', b] which.
         known: [r, Dv] f_V, or None as long as it is not.
-        lacks_evicted: some row needs what the span dropped; what `vectors` gave is then to be thrown away.
+        rows: [r] which of the G b rows these are, None for all.
+        both: whether errors are taken from both sides of the cut.
     """
 
     span: HeadSpan
@@ -75,7 +93,8 @@ class Evaluated:
     partial: Tensor
     visible: Tensor
     known: Tensor | None
-    lacks_evicted: bool = False
+    rows: Tensor | None
+    both: bool
     _first: list[Sums] | None = field(default=None, repr=False)
 
     @property
@@ -102,22 +121,60 @@ class Evaluated:
 
     def vectors(self) -> Iterator[Vectors]:
         """Chain by chain."""
-        full, both = self.full, self.span.which == "all"
+        full = self.full
         for members in self.span.families:
-            every = both or self._first is not None
-            sums, self._first = self._first or members.sums(self.tile, both), None
+            every = self.both or self._first is not None
+            sums, self._first = self._first or members.sums(self.tile, every), None
             masses = [self._masses(members, *pair) for pair in zip(members.family.chains, sums, strict=True)]
-            needed = both or any(bool(one.close.any()) for one in masses)
-            if needed and self.span.dropped is not None:
-                self.lacks_evicted = True
-                return
-            if needed and not every:
-                members.add_lost_by_all(self.tile, sums)
-            for one, own in zip(masses, sums, strict=True):
-                if both or bool(one.close.any()):
+            if self.both:
+                for one, own in zip(masses, sums, strict=True):
                     yield self._from_both_sides(members, one, own, full)
-                else:
-                    yield self._from_output(members, one, own, full)
+                continue
+            close = torch.stack([one.close.any(0) for one in masses]).any(0).nonzero()[:, 0]
+            saved = [sums_of.only(close) for sums_of in sums] if close.numel() else []
+            found = [self._from_output(members, one, own, full) for one, own in zip(masses, sums, strict=True)]
+            if close.numel():
+                self._replace(members, close, found, [one.close for one in masses], saved, every)
+            yield from found
+
+    def _replace(
+        self,
+        members: Members,
+        rows: Tensor,
+        found: list[Vectors],
+        close: list[Tensor],
+        sums: list[Sums],
+        every: bool,
+    ) -> None:
+        """Errors of the rows `rows`, where they are `close`, from both sides of the cut; in place.
+
+        Args:
+            sums: per chain the levels of these rows, of all tokens where `every`.
+        """
+        span, full = self.span, self.full[rows]
+        if span.dropped is None:
+            tile = self.tile.only(rows)
+            again = Evaluated(span, self.part, tile, self.partial, self.visible, full, rows, both=True)
+            if not every:
+                members.add_lost_by_all(tile, sums)
+            exact = again.of_family(members, sums)
+        else:
+            exact = evaluated(span.undropped(members), self.part, full, None, rows).vectors()
+        sides = {
+            cell: (difference, mass)
+            for vectors in exact
+            for cell, difference, mass in zip(vectors.cells, vectors.difference, vectors.mass(), strict=True)
+        }
+        for vectors, where in zip(found, close, strict=True):
+            for place, cell in enumerate(vectors.cells):
+                mine, (difference, mass) = where[place, rows], sides[cell]
+                vectors.difference[place, rows[mine]] = difference[mine]
+                vectors.mass_of[place, rows[mine]] = mass[mine]
+
+    def of_family(self, members: Members, sums: list[Sums]) -> Iterator[Vectors]:
+        """Of one family, from both sides."""
+        for chain, own in zip(members.family.chains, sums, strict=True):
+            yield self._from_both_sides(members, self._masses(members, chain, own), own, self.full)
 
     def _masses(self, members: Members, chain: Chain, sums: Sums) -> Masses:
         cells, tile = chain.cells, self.tile
@@ -130,7 +187,10 @@ class Evaluated:
             mass += tile.sink
         weak = touched & holds & (mass < self.span.tiny)
         close = weak | (touched & ((1 - mass / tile.total) < 2 * SMALL_MASS))
-        return Masses(_places(cells), leaves, mass, holds, touched, weak, close)
+        return Masses(cells, leaves, mass, holds, touched, weak, close)
+
+    def _named(self, one: Masses) -> list[int]:
+        return [self.span.numbers[cell] for cell in one.cells]
 
     def _from_output(self, members: Members, one: Masses, sums: Sums, full: Tensor) -> Vectors:
         """e = f_V - f_R, in the memory of the sums."""
@@ -139,7 +199,7 @@ class Evaluated:
         mass = one.mass if bool(one.holds.all()) else torch.where(one.holds, one.mass, 1.0)
         error = torch.addcdiv(full, numerators, mass[..., None], value=-1)
         plain = torch.ones_like(mass, dtype=torch.float64)
-        return Vectors(one.cells, full, None, error, plain, one.touched)
+        return Vectors(self._named(one), full, None, error, plain, one.touched, one.alone)
 
     def _from_both_sides(self, members: Members, one: Masses, sums: Sums, full: Tensor) -> Vectors:
         """e = m (fE - f_R)."""
@@ -157,7 +217,7 @@ class Evaluated:
             difference = torch.where(one.touched[..., None], difference, 0.0)
         gone, left = lost.double(), one.mass.double()
         mass = torch.where(one.touched, gone / (gone + left), 0.0)
-        found = Vectors(one.cells, full, retained, difference, mass, one.touched)
+        found = Vectors(self._named(one), full, retained, difference, mass, one.touched, one.alone)
         weak = one.touched & (one.weak | (lost < self.span.tiny))
         if bool(weak.any()):
             self._again(one.leaves, weak, found, retained)
@@ -172,7 +232,7 @@ class Evaluated:
         gone = leaves[:, members.moving, None] <= self.steps  # [c, m, b]
         for cell, mine in enumerate(gone):
             there = mine if evicted else ~mine
-            yield cell, torch.where(there.repeat(1, self.span.inputs.group), weights, 0.0)
+            yield cell, torch.where(self._by_row(there), weights, 0.0)
 
     def _add_moving(self, numerators: Tensor, members: Members, leaves: Tensor, evicted: bool) -> None:
         for cell, own in self._moving(members, leaves, evicted):
@@ -182,30 +242,34 @@ class Evaluated:
         """[c, r] bool: whether something visible is retained, and whether something visible is evicted."""
         holds, touched = self._among_columns(members, chain, leaves)
         if self.span.dropped is not None:
-            touched = touched | self.span.sees_dropped(self.part).repeat(self.span.inputs.group)
+            touched = touched | self._by_row(self.span.sees_dropped(self.part))
         return holds, touched
 
+    def _by_row(self, by_step: Tensor) -> Tensor:
+        """[..., r] of [..., b]."""
+        return _spread(by_step, self.rows, self.span.inputs.group)
+
     def _among_columns(self, members: Members, chain: Chain, leaves: Tensor) -> tuple[Tensor, Tensor]:
-        count, group = len(chain.cells), self.span.inputs.group
+        count, rows = len(chain.cells), int(self.tile.shift.numel())
         plain = self._everywhere & ~members.moves
         always = chain.levels[plain]
         cells = torch.arange(count)[:, None]
         most, least = (int(always.max()), int(always.min())) if always.size else (0, count)
         holds, touched = cells < most, cells >= least  # [c, 1]: cell j keeps the tokens above level j
-        rows = group * self.steps.numel()
         if most == count and least == 0:  # every cell has both, whatever else there is
             return holds.expand(-1, rows), touched.expand(-1, rows)
         special = ~plain
         if not members.moving.numel() and bool((chain.levels[special] == count).all()):
-            holds = holds | self.visible.any(0)  # the steps' own tokens, the usual case: nobody evicts them
-            return holds.repeat(1, group), touched.expand(-1, rows)
+            # the steps' own tokens, the usual case: nobody evicts them
+            return holds | self._by_row(self.visible.any(0)), touched.expand(-1, rows)
         index = torch.from_numpy(special.nonzero()[0])
         found, first = self.span.rows[index, None], self.span.inputs.first_visible[self.part]
         seen = (first <= found) & (found <= self.steps)  # [s, b]
         gone = leaves[:, index, None] <= self.steps  # [c, s, b]
-        holds = holds | (seen & ~gone).any(1)
-        touched = touched | (seen & gone).any(1)
-        return holds.repeat(1, group), touched.repeat(1, group)
+        return (
+            holds | self._by_row((seen & ~gone).any(1)),
+            touched | self._by_row((seen & gone).any(1)),
+        )
 
     @cached_property
     def _everywhere(self) -> np.ndarray:
@@ -218,14 +282,15 @@ class Evaluated:
         """Rows in which a side underflows, by its own maximum; in place."""
         span, inputs = self.span, self.span.inputs
         rows = weak.any(0).nonzero()[:, 0]
-        at = rows % self.steps.numel()
-        logits = span.logits(self.part, rows)
+        among = rows if self.rows is None else self.rows[rows]  # of the G b
+        at = among % self.steps.numel()
+        logits = span.logits(self.part, among)
         logits[self.partial] = logits[self.partial].masked_fill(~self.visible[:, at], float("-inf"))
         sinks = inputs.sinks(inputs.query_heads_of(span.kv_head), self.part)
         for cell in weak.any(1).nonzero()[:, 0].tolist():
             mine = weak[cell, rows].nonzero()[:, 0]
             gone = leaves[cell][:, None] <= self.steps[at[mine]]  # [n, w]
-            own = None if sinks is None else sinks[rows[mine]]
+            own = None if sinks is None else sinks[among[mine]]
             again = by_own_maximum(logits[:, mine], gone, span.values, own)
             retained[cell, rows[mine]] = again.retained
             found.difference[cell, rows[mine]] = again.difference

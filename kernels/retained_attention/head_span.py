@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .families import Family, families_of
 from .inputs import Inputs
-from .tile import TINY, Sums, Tile, Workspace, add_levels
+from .tile import TINY, Chunk, Sums, Tile, Workspace, add_levels
 
 Which = Literal["all", "errors"]
 
@@ -18,11 +18,16 @@ class HeadSpan:
     """One KV head over one span of steps.
 
     Args:
-        columns: which of the N keys take part: all that some step of the span sees, or those that some cell keeps.
+        columns: which of the N keys some step of the span sees.
         leaves: [C, n] evict_step of these columns.
         steps: [s] the steps of the span.
+        which: what is asked for, see `errors.cell_errors`.
         memory: what a tile works in; a tile lives until the next one is made.
-        dropped: [m] rows of visible keys that are not among the columns, since every cell has evicted them.
+        kept: [n] bool, the columns that some cell keeps: only these are then read; None is all.
+        numbers: what the C cells are called; None is 0..C-1.
+
+    Attributes:
+        dropped: [m] ascending rows of the columns that are not read, None where all are.
     """
 
     def __init__(
@@ -34,18 +39,35 @@ class HeadSpan:
         steps: Tensor,
         which: Which,
         memory: Workspace,
-        dropped: Tensor | None = None,
+        kept: Tensor | None = None,
+        numbers: list[int] | None = None,
     ) -> None:
-        self.dropped = None if dropped is None else dropped.sort().values
         self.inputs, self.kv_head, self.which, self.memory = inputs, kv_head, which, memory
+        self.numbers = list(range(len(leaves))) if numbers is None else numbers
+        self._everything, self._steps = (columns, leaves), steps
+        self._undropped: dict[int, HeadSpan] = {}
+        self.dropped: Tensor | None = None
+        if kept is not None:
+            places = torch.arange(inputs.rows.numel())[columns]
+            self.dropped = inputs.rows[places[~kept]].sort().values
+            columns, leaves = places[kept], leaves[:, kept]
         self.keys, self.values = inputs.keys[kv_head][columns], inputs.values[kv_head][columns]
         self.rows, self.tiny = inputs.rows[columns], TINY[self.values.dtype]
-        kept = leaves > steps.min()  # [C, n]
-        moving = kept & (leaves <= steps.max())
+        stays = leaves > steps.min()  # [C, n]
+        moving = stays & (leaves <= steps.max())
         self.families = []
-        for family in families_of(kept, which == "all"):
+        for family in families_of(stays, which == "all"):
             cells = [cell for chain in family.chains for cell in chain.cells]
             self.families.append(Members(self, family, leaves, moving[cells].any(0)))
+
+    def undropped(self, members: Members) -> HeadSpan:
+        """The cells of one family over all columns, for errors from both sides of the cut."""
+        if id(members) not in self._undropped:
+            columns, leaves = self._everything
+            cells = [cell for chain in members.family.chains for cell in chain.cells]
+            where = (self.inputs, self.kv_head, columns, leaves[cells], self._steps)
+            self._undropped[id(members)] = HeadSpan(*where, "all", self.memory, numbers=cells)
+        return self._undropped[id(members)]
 
     def sees_dropped(self, part: slice) -> Tensor:
         """[b] bool, steps that would see a key that was dropped."""
@@ -78,17 +100,19 @@ class Members:
     def __init__(self, span: HeadSpan, family: Family, leaves: Tensor, moving: Tensor) -> None:
         self.family, self.leaves = family.without(moving.numpy()) if bool(moving.any()) else family, leaves
         self.moving, self.moves, self.memory = moving.nonzero()[:, 0], moving.numpy(), span.memory
-        self.values = span.values[self.family.order]
+        values = span.values[self.family.order]
+        family = self.family
+        self.kept_chunks = Chunk.of(family, values, 0, family.kept_atoms)
+        self.lost_chunks = Chunk.of(family, values, family.kept_atoms, family.atoms)
 
     def sums(self, tile: Tile, every: bool) -> list[Sums]:
         """Per chain and level, over all atoms or over those that some cell keeps; until it is called again."""
         sizes = [len(chain.cells) + 1 for chain in self.family.chains]
         found = self.memory.levels(sizes, tile.exponentials.shape[1])
-        last = self.family.atoms if every else self.family.kept_atoms
-        add_levels(found, tile, self.family, self.values, 0, last, self.memory)
+        chunks = [*self.kept_chunks, *self.lost_chunks] if every else self.kept_chunks
+        add_levels(found, tile, self.family, chunks, self.memory)
         return found
 
     def add_lost_by_all(self, tile: Tile, sums: list[Sums]) -> None:
         """Put what `sums` without `every` left out to level 0."""
-        family = self.family
-        add_levels(sums, tile, family, self.values, family.kept_atoms, family.atoms, self.memory)
+        add_levels(sums, tile, self.family, self.lost_chunks, self.memory)

@@ -27,6 +27,10 @@ class Sums:
     numerators: Tensor
     denominators: Tensor
 
+    def only(self, rows: Tensor) -> Sums:
+        """The same for `rows` alone, a copy."""
+        return Sums(self.numerators[:, rows], self.denominators[:, rows])
+
 
 def running(sums: Tensor, backwards: bool = False) -> Tensor:
     """Each of `sums` [k, ...] becomes the sum of itself and all before it, or behind it, in place."""
@@ -51,6 +55,11 @@ class Tile:
     shift: Tensor
     sink: Tensor | None
     total: Tensor
+
+    def only(self, rows: Tensor) -> Tile:
+        """The same for `rows` [r'] alone, a copy."""
+        sink = None if self.sink is None else self.sink[rows]
+        return Tile(self.exponentials.index_select(1, rows), self.shift[rows], sink, self.total[rows])
 
     @classmethod
     def of(cls, logits: Tensor, sinks: Tensor | None, log_sum_exp: Tensor | None = None) -> Tile:
@@ -96,7 +105,8 @@ class Workspace:
         self.logits = _large(tokens * rows, like)
         self.gathered = like.new_empty(CHUNK_TOKENS * rows)
         self._numerator = like.new_empty(rows * width)
-        self._levels: list[Sums] = []
+        self._rows = rows
+        self._levels: list[Tensor] = []
 
     def numerator(self, rows: int) -> Tensor:
         """[r, Dv], anything."""
@@ -104,47 +114,63 @@ class Workspace:
 
     def levels(self, sizes: list[int], rows: int) -> list[Sums]:
         """One `Sums` of zeros per chain; those of an earlier call are overwritten."""
+        found = []
         for place, size in enumerate(sizes):
             if place == len(self._levels):
-                self._levels.append(Sums(self._like.new_empty(0, 0, 0), self._like.new_empty(0, 0)))
-            if self._levels[place].numerators.shape != (size, rows, self._width):
-                shape = (size, rows, self._width)
-                self._levels[place] = Sums(self._like.new_empty(shape), self._like.new_empty(shape[:2]))
-            self._levels[place].numerators.zero_()
-            self._levels[place].denominators.zero_()
-        return self._levels[: len(sizes)]
+                self._levels.append(self._like.new_empty(0))
+            if self._levels[place].numel() < size * rows * (self._width + 1):
+                self._levels[place] = self._like.new_empty(size * self._rows * (self._width + 1))
+            numbers = size * rows * self._width
+            used = self._levels[place][: numbers + size * rows].zero_()
+            found.append(Sums(used[:numbers].view(size, rows, self._width), used[numbers:].view(size, rows)))
+        return found
 
 
-def add_levels(
-    into: list[Sums], tile: Tile, family: Family, values: Tensor, first: int, last: int, memory: Workspace
-) -> None:
-    """Add the tokens of the atoms first..last-1 to the levels of every chain, [c + 1, r, Dv] and [c + 1, r].
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Tokens that are gathered at once.
 
-    Args:
-        values: [n, Dv] in the family's order.
+    Attributes:
+        tokens: [m] which, atom by atom.
+        atoms, sizes: the atoms and how many of the tokens each has.
+        values: per atom the values [size, Dv].
     """
+
+    tokens: Tensor
+    atoms: list[int]
+    sizes: list[int]
+    values: list[Tensor]
+
+    @classmethod
+    def of(cls, family: Family, values: Tensor, first: int, last: int) -> list[Chunk]:
+        """Of the atoms first..last-1; `values` [n, Dv] in the family's order."""
+        found = []
+        for parts in family.chunks(first, last):
+            tokens = family.order[parts[0][1] : parts[-1][2]]
+            sizes = [stop - start for _, start, stop in parts]
+            found.append(cls(tokens, [atom for atom, _, _ in parts], sizes, [values[a:b] for _, a, b in parts]))
+        return found
+
+
+def add_levels(into: list[Sums], tile: Tile, family: Family, chunks: list[Chunk], memory: Workspace) -> None:
+    """Add the tokens of `chunks` to the levels of every chain, [c + 1, r, Dv] and [c + 1, r]."""
     source = tile.exponentials
     rows = source.shape[1]
     numerator = memory.numerator(rows)
-    targets = [
-        [sums.numerators[level] for level in levels] for sums, levels in zip(into, family.levels, strict=True)
-    ]  # per chain and atom
-    chunks = family.chunks(first, last)
-    atoms = [atom for chunk in chunks for atom, _, _ in chunk]
+    targets = [sums.numerators.unbind() for sums in into]
+    atoms = [atom for chunk in chunks for atom in chunk.atoms]
     denominators = source.new_empty(len(atoms), rows)
-    places = iter(denominators)
+    places = iter(denominators.unbind())
     for chunk in chunks:
-        start, stop = chunk[0][1], chunk[-1][2]
-        gathered = memory.gathered[: (stop - start) * rows].view(-1, rows)
-        torch.index_select(source, 0, family.order[start:stop], out=gathered)
-        for atom, low, high in chunk:
-            part, own = gathered[low - start : high - start], values[low:high]
+        gathered = memory.gathered[: len(chunk.tokens) * rows].view(-1, rows)
+        torch.index_select(source, 0, chunk.tokens, out=gathered)
+        for atom, part, own in zip(chunk.atoms, gathered.split(chunk.sizes), chunk.values, strict=True):
             torch.sum(part, 0, out=next(places))
             if len(targets) == 1:
-                targets[0][atom].addmm_(part.T, own)
+                targets[0][family.levels[0][atom]].addmm_(part.T, own)
                 continue
             torch.mm(part.T, own, out=numerator)
-            for target in targets:
-                target[atom].add_(numerator)
+            for target, levels in zip(targets, family.levels, strict=True):
+                target[levels[atom]].add_(numerator)
     for sums, levels in zip(into, family.levels, strict=True):
         sums.denominators.index_add_(0, torch.tensor([levels[atom] for atom in atoms], dtype=torch.int64), denominators)

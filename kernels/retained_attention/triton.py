@@ -106,6 +106,7 @@ def cell_errors(
     gradient_rows: Tensor | None = None,
     which: Which = "all",
     full: Tensor | None = None,
+    log_sum_exp: Tensor | None = None,
     block: int | None = None,
 ) -> CellErrors:
     """Error norms of every cell at every step, as `errors.cell_errors` gives them, from tensors on one GPU.
@@ -115,7 +116,7 @@ def cell_errors(
     Args:
         queries, keys, values: bfloat16, float16 or float32, all alike; the arithmetic is float32. In float32, norms
             of vectors longer than 1e19 overflow.
-        full: [H, R, Dv]; nothing is saved by knowing it, and it is not read.
+        full, log_sum_exp: [H, R, Dv], [H, R]; nothing is saved by knowing them, and they are not read.
         block: steps whose results are held at once; None chooses.
         The others as in `errors.cell_errors`, on the same device.
 

@@ -13,24 +13,36 @@ class Vectors:
     """Some cells over the r rows of a tile.
 
     Attributes:
-        cells: which k cells, as a slice where they follow each other.
+        cells: which k cells.
         full: [r, Dv] f_V.
         retained: [k, r, Dv] f_R, None where `difference` is e itself.
         difference: [k, r, Dv] fE - f_R, or e itself.
         mass_of: [k, r] float64, share of attention evicted; 1 where `difference` is e itself.
         touched: [k, r] bool, something visible is evicted.
+        alone: [k, r] bool, and nothing visible is retained: e is then f_V, bit for bit; None where that never is so.
     """
 
-    cells: slice | Tensor
+    cells: list[int]
     full: Tensor
     retained: Tensor | None
     difference: Tensor
     mass_of: Tensor
     touched: Tensor
+    alone: Tensor | None = None
+
+    @property
+    def places(self) -> slice | Tensor:
+        """The cells as a slice where one follows the other: to write there moves no memory twice."""
+        first = self.cells[0]
+        if self.cells == list(range(first, first + len(self.cells))):
+            return slice(first, first + len(self.cells))
+        return torch.tensor(self.cells)
 
     def error(self) -> Tensor:
         """[k, r, Dv] e."""
-        return self.difference * torch.where(self.touched, self.mass_of, 0.0).to(self.full.dtype)[..., None]
+        share = torch.where(self.touched, self.mass_of, 0.0).to(self.full.dtype)
+        found = self.difference * share[..., None]
+        return found if self.alone is None else torch.where(self.alone[..., None], self.full, found)
 
     def gap(self) -> Tensor:
         """[k, r] float64."""
@@ -42,7 +54,13 @@ class Vectors:
 
     def squared_error(self) -> Tensor:
         """[k, r] float64."""
-        return torch.where(self.touched, (self.mass_of * self._length()).square(), 0.0)
+        found = torch.where(self.touched, (self.mass_of * self._length()).square(), 0.0)
+        return found if self.alone is None else torch.where(self.alone, self.squared_output(), found)
+
+    def squared_output(self) -> Tensor:
+        """[r] float64."""
+        found: Tensor = torch.linalg.vector_norm(self.full, dim=-1)
+        return found.double().square()
 
     def _length(self) -> Tensor:
         found: Tensor = torch.linalg.vector_norm(self.difference, dim=-1)

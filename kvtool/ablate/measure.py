@@ -145,12 +145,12 @@ def measure(
 def _part(trace: Trace, sequence: Sequence, layer_id: int, step: int, plan: Plan, store: Store | None) -> Part:
     """The unit's outcome, taken from the store where it was finished before."""
     if store is None:
-        return run_unit(sequence, layer_id, plan, step)
+        return run_unit(sequence, layer_id, plan, step, which="errors")
     unit = {**plan.identity(trace), "unit": [sequence.index, layer_id]}
     name, key = f"{sequence.index:04d}-{layer_id:03d}", digest(unit)
     part = store.load(name, key)
     if part is None:
-        part = run_unit(sequence, layer_id, plan, step)
+        part = run_unit(sequence, layer_id, plan, step, which="errors")
         store.save(name, key, part)
     return part
 
@@ -194,7 +194,7 @@ def seconds(groups: list[Group], reference: str, dear: Mapping[str, set[str]], w
 
     def timed(labels: list[str]) -> float:
         started = time.perf_counter()
-        run_unit(sequence, layer_id, plan.only([(label, policies[label]) for label in labels]), step)
+        run_unit(sequence, layer_id, plan.only([(label, policies[label]) for label in labels]), step, which="errors")
         return time.perf_counter() - started
 
     sample = list(dict.fromkeys([reference, *list(policies)[1:4]]))

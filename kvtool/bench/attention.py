@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtool.bench.cells import errors_of, squared_errors
 from kvtool.bench.goals import Measured
-from kvtool.bench.plain_attention import dense_outputs, gathered_errors, masked_errors
+from kvtool.bench.plain_attention import dense_outputs, gathered_errors, log_sum_exps, masked_errors
 from kvtool.bench.situation import Situation
 from kvtool.bench.synthetic import LLAMA, POLICIES, RATIOS, Case, case, nested, orders
 from kvtool.errors import KvtoolError
@@ -33,26 +33,26 @@ def at_32k(here: Situation) -> dict[str, Measured]:
 
 def _cells(here: Situation, made: Case, suffix: str) -> dict[str, Measured]:
     cells = nested(orders(made, POLICIES), RATIOS, made.never)
-    full = dense_outputs(made)
+    full, sums = dense_outputs(made), log_sum_exps(made)
     name = f"output_errors{suffix}"
     parts: dict[str, Callable[[], Any]] = {
-        "kvtool": lambda: squared_errors(made, cells, full),
+        "kvtool": lambda: squared_errors(made, cells, full, sums),
         "dense SDPA": lambda: dense_outputs(made),
     }
     if here.wants("against_gathered_sdpa") and suffix == "_8k":
         parts["gathered SDPA"] = lambda: gathered_errors(made, cells, full)
     if here.wants("against_masked_sdpa") and suffix == "_8k":
         parts["masked SDPA"] = lambda: masked_errors(made, cells, full)
-    agreeing(squared_errors(made, cells, full), gathered_errors(made, cells, full), name)
+    agreeing(squared_errors(made, cells, full, sums), gathered_errors(made, cells, full), name)
     rounds = here.watch.paired(parts, 20.0 + 30.0 * ("masked SDPA" in parts))
     found = {name: rounds.ratio("kvtool", "dense SDPA", **shape_of(made, cells))}
     for other, part in (("against_masked_sdpa", "masked SDPA"), ("against_gathered_sdpa", "gathered SDPA")):
         if part in parts:
             found[other] = rounds.ratio(part, "kvtool", **shape_of(made, cells))
-    return found | _further(here, made, cells, full, name)
+    return found | _further(here, made, cells, full, sums, name)
 
 
-def _further(here: Situation, made: Case, cells: Tensor, full: Tensor, name: str) -> dict[str, Measured]:
+def _further(here: Situation, made: Case, cells: Tensor, full: Tensor, sums: Tensor, name: str) -> dict[str, Measured]:
     """The same beside an output projection, and beside gradients, where somebody wants to know."""
     heads, count, width = full.shape
     make = torch.Generator().manual_seed(1)
@@ -61,7 +61,7 @@ def _further(here: Situation, made: Case, cells: Tensor, full: Tensor, name: str
         projection = torch.randn(heads, width, CHANNELS, generator=make) / (heads * width) ** 0.5
         rounds = here.watch.paired(
             {
-                "kvtool": lambda: errors_of(made, cells, full, projection=projection),
+                "kvtool": lambda: errors_of(made, cells, full, sums, projection=projection),
                 "dense SDPA": lambda: dense_outputs(made),
             },
             12.0,
@@ -71,7 +71,7 @@ def _further(here: Situation, made: Case, cells: Tensor, full: Tensor, name: str
         gradients = torch.randn(DRAWS, heads, count, width, generator=make)
         rounds = here.watch.paired(
             {
-                "kvtool": lambda: errors_of(made, cells, full, gradients=gradients),
+                "kvtool": lambda: errors_of(made, cells, full, sums, gradients=gradients),
                 "dense SDPA": lambda: dense_outputs(made),
             },
             12.0,
@@ -84,11 +84,11 @@ def many_ratios(here: Situation) -> dict[str, Measured]:
     """200 cells against gathered SDPA: further ratios of a ranking are nearly free."""
     made = case(LLAMA, 8192, QUERIES)
     cells = nested(orders(made, POLICIES), MANY_RATIOS, made.never)
-    full = dense_outputs(made)
+    full, sums = dense_outputs(made), log_sum_exps(made)
     rounds = here.watch.paired(
         {
             "gathered SDPA": lambda: gathered_errors(made, cells, full),
-            "kvtool": lambda: squared_errors(made, cells, full),
+            "kvtool": lambda: squared_errors(made, cells, full, sums),
         },
         25.0,
     )
@@ -98,14 +98,14 @@ def many_ratios(here: Situation) -> dict[str, Measured]:
 def on_case(here: Situation, made: Case, seconds: float) -> dict[str, Measured]:
     """The same comparisons on arrays of any shape, such as a stored layer's."""
     cells = nested(orders(made, POLICIES), RATIOS, made.never)
-    full = dense_outputs(made)
+    full, sums = dense_outputs(made), log_sum_exps(made)
     parts: dict[str, Callable[[], Any]] = {
-        "kvtool": lambda: squared_errors(made, cells, full),
+        "kvtool": lambda: squared_errors(made, cells, full, sums),
         "dense SDPA": lambda: dense_outputs(made),
         "gathered SDPA": lambda: gathered_errors(made, cells, full),
         "masked SDPA": lambda: masked_errors(made, cells, full),
     }
-    agreeing(squared_errors(made, cells, full), gathered_errors(made, cells, full), "attention on the trace")
+    agreeing(squared_errors(made, cells, full, sums), gathered_errors(made, cells, full), "attention on the trace")
     rounds = here.watch.paired(parts, seconds)
     shape = shape_of(made, cells)
     return {

@@ -13,12 +13,14 @@ def errors_of(
     case: Case,
     evict_steps: Tensor,
     full: Tensor,
+    log_sum_exp: Tensor,
     *,
     steps: Tensor | None = None,
     projection: Tensor | None = None,
     gradients: Tensor | None = None,
 ) -> CellErrors:
-    """What replay asks for where it measures errors alone; f_V [H, R, Dv] is given.
+    """What `kvtool ablate` asks for, which measures errors alone; f_V [H, R, Dv] is given, and the log-sum-exp [H, R]
+    that every fused pass has at hand when it ends.
 
     Args:
         steps: [R] rows of the queries; None is behind all tokens.
@@ -40,10 +42,13 @@ def errors_of(
         gradient_rows=None if gradients is None else torch.arange(at.numel()),
         which="errors",
         full=full,
+        log_sum_exp=log_sum_exp,
     )
 
 
-def squared_errors(case: Case, evict_steps: Tensor, full: Tensor, *, steps: Tensor | None = None) -> Tensor:
+def squared_errors(
+    case: Case, evict_steps: Tensor, full: Tensor, log_sum_exp: Tensor, *, steps: Tensor | None = None
+) -> Tensor:
     """[C, H, R] float64 |f_V - f_R|^2."""
-    found: Tensor = errors_of(case, evict_steps, full, steps=steps).squared_error
+    found: Tensor = errors_of(case, evict_steps, full, log_sum_exp, steps=steps).squared_error
     return found

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from kvtool.bench.attention import agreeing
 from kvtool.bench.cells import squared_errors
 from kvtool.bench.goals import Measured
-from kvtool.bench.plain_attention import steps_errors
+from kvtool.bench.plain_attention import log_sum_exps, steps_errors
 from kvtool.bench.situation import Situation
 from kvtool.bench.synthetic import LLAMA, RECENT, SINKS, Case, arrays
 
@@ -55,13 +55,15 @@ def _compared(here: Situation, tokens: int, every: int, budget: int, count: int)
     since = budget  # before, nothing was ever evicted
     steps = torch.arange(since, tokens)
     case = Case(made.queries[:, since:].contiguous(), made.keys, made.values, made.scale)
-    given = full[:, since:].contiguous()
+    given, sums = full[:, since:].contiguous(), log_sum_exps(case, steps)
     agreeing(
-        squared_errors(case, cells[:1], given, steps=steps)[0], steps_errors(case, cells[0], steps, given), "decoding"
+        squared_errors(case, cells[:1], given, sums, steps=steps)[0],
+        steps_errors(case, cells[0], steps, given),
+        "decoding",
     )
     parts = {
         "loop": lambda: steps_errors(case, cells[0], steps, given),
-        "kvtool, one cell": lambda: squared_errors(case, cells[:1], given, steps=steps),
+        "kvtool, one cell": lambda: squared_errors(case, cells[:1], given, sums, steps=steps),
     }
     shape = {
         "tokens": tokens,
@@ -77,7 +79,8 @@ def _compared(here: Situation, tokens: int, every: int, budget: int, count: int)
         found["decode_against_steps"] = rounds.ratio("loop", "kvtool, one cell", **shape)
     if here.wants("decode_50_cells"):
         rounds = here.watch.paired(
-            {"loop": parts["loop"], "kvtool, all cells": lambda: squared_errors(case, cells, given, steps=steps)}, 30.0
+            {"loop": parts["loop"], "kvtool, all cells": lambda: squared_errors(case, cells, given, sums, steps=steps)},
+            30.0,
         )
         found["decode_50_cells"] = rounds.ratio("loop", "kvtool, all cells", float(count), **shape, cells=count)
     return found

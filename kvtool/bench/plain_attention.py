@@ -19,6 +19,26 @@ def dense_outputs(case: Case) -> Tensor:
     return full.reshape(*case.queries.shape[:2], -1)
 
 
+def log_sum_exps(case: Case, steps: Tensor | None = None, block: int = 256) -> Tensor:
+    """[H, R] log of the sum of exponentials that `dense_outputs` divides by, query block by query block.
+
+    Args:
+        steps: [R] rows of the queries, which see no later ones; None is behind all tokens.
+    """
+    heads, count, _ = case.queries.shape
+    group = heads // case.keys.shape[0]
+    found = case.queries.new_empty(heads, count)
+    for head in range(heads):
+        keys = case.keys[head // group]
+        for low in range(0, count, block):
+            part = slice(low, low + block)
+            logits = (case.queries[head, part] * case.scale) @ keys.T
+            if steps is not None:
+                logits.masked_fill_(torch.arange(len(keys)) > steps[part, None], float("-inf"))
+            found[head, part] = logits.logsumexp(-1)
+    return found
+
+
 def masked_errors(case: Case, evict_steps: Tensor, full: Tensor) -> Tensor:
     """One masked pass for every cell."""
     queries, keys, values = case.grouped[None], case.keys[None], case.values[None]

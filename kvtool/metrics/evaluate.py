@@ -11,7 +11,7 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 from kvtool.kernels.device import on_cpu
 from kvtool.kernels.retained_attention import cell_errors
-from kvtool.kernels.retained_attention.errors import serves
+from kvtool.kernels.retained_attention.errors import Which, serves
 from kvtool.kernels.retained_attention.reference import retained_attention
 from kvtool.layer import Layer
 from kvtool.metrics.step_errors import StepErrors, from_norms, measure
@@ -27,6 +27,7 @@ def evaluate_layer(
     *,
     mode: Evaluate = "live",
     future_mass: Tensor | None = None,
+    which: Which = "all",
     block: int | None = None,
 ) -> list[StepErrors]:
     """Every cell of one layer, in one pass over its queries, keys and values.
@@ -37,6 +38,7 @@ def evaluate_layer(
         mode: `live`, every step sees its live set, new tokens included; `pool`, every step sees the
             candidates of the one event, all of them, and nothing else.
         future_mass: [Hk, T] as in `StepErrors`.
+        which: `errors` leaves mass, gap and cosine NaN, and the rest costs less; see `cell_errors`.
 
     Gradients belong to what the model saw, so `pool` has no `gradient_dot`.
 
@@ -74,6 +76,7 @@ def evaluate_layer(
             projection=layer.output_projection,
             gradients=gradients,
             gradient_rows=rows_of_steps,
+            which=which,
             **attention,
         )
         found_errors = from_norms(norms, steps, future_mass, gradient_rows=rows_of_steps, layer=geometry.layer)

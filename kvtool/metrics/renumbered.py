@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvtool.errors import KvtoolError
 from kvtool.kernels.device import on_cpu
+from kvtool.kernels.retained_attention.errors import Which
 from kvtool.kernels.retained_attention.reference import CellBlock, attention, retained_attention
 from kvtool.layer import Layer
 from kvtool.metrics.evaluate import Evaluate, evaluate_layer, gradients_at, query_places
@@ -72,6 +73,7 @@ def evaluate_cells(
     *,
     mode: Evaluate = "live",
     future_mass: Tensor | None = None,
+    which: Which = "all",
     block: int | None = None,
 ) -> list[StepErrors]:
     """`evaluate_layer` where cells may differ in how their cache counts positions.
@@ -89,14 +91,14 @@ def evaluate_cells(
     if len(positions) != len(retained) or set(positions) - {"original", "cache"}:
         raise ValueError(f"positions {list(positions)} of {len(retained)} cells")
     if not moved:
-        return evaluate_layer(layer, retained, steps, mode=mode, future_mass=future_mass, block=block)
+        return evaluate_layer(layer, retained, steps, mode=mode, future_mass=future_mass, which=which, block=block)
     if mode == "pool":
         raise KvtoolError("usage", "--evaluate pool freezes a cache at its event, and positions=cache counts on")
     found: dict[int, StepErrors] = {}
     plain = [index for index in range(len(retained)) if index not in moved]
     if plain:
         kept = [retained[index] for index in plain]
-        measured = evaluate_layer(layer, kept, steps, mode=mode, future_mass=future_mass, block=block)
+        measured = evaluate_layer(layer, kept, steps, mode=mode, future_mass=future_mass, which=which, block=block)
         found |= dict(zip(plain, measured, strict=True))
     gradients, rows_of_steps, drawn = gradients_at(layer, steps)
     for index in moved:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 from kvtool.kernels.attention_mass import attention_mass
 from kvtool.kernels.device import using
+from kvtool.kernels.retained_attention.errors import Which
 from kvtool.layer import Layer
 from kvtool.metrics import StepErrors, ages, evaluate_cells, landmark_entries, nullable
 from kvtool.metrics.cache_size import live_tokens
@@ -40,19 +41,27 @@ LONG = 4096  # tokens from which a policy leaves enough free memory behind to be
 MOST_SPANS = 64  # events of a cell that get entries of their own
 
 
-def run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say = lambda what: None) -> Part:
+def run_unit(
+    sequence: Sequence,
+    layer_id: int,
+    plan: Plan,
+    step: int,
+    say: Say = lambda what: None,
+    which: Which = "all",
+) -> Part:
     """Decide and measure every cell of the plan on one layer, on the plan's device.
 
     Args:
         step: the first evaluated one.
         say: told what is being done, where that takes long.
+        which: `errors` leaves out masses, gaps, cosines and regret: their columns are null, and the rest costs less.
     """
     with using(plan.card, wide=plan.precision == "float64") as running:
-        part = _run_unit(sequence, layer_id, plan, step, say)
+        part = _run_unit(sequence, layer_id, plan, step, say, which)
     return part if running is None else replace(part, kernels=running.log.counts)
 
 
-def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say) -> Part:
+def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say, which: Which) -> Part:
     layer = sequence.layer(layer_id, dtype=plan.dtype)
     donor = donor_of(sequence, layer)
     if donor is not layer:
@@ -66,10 +75,10 @@ def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say
     if layer.tokens >= LONG:
         trim()
     positions = [cell.policy.positions for cell in plan.cells]
-    errors = evaluate_cells(layer, decided, steps, positions, mode=plan.evaluate)
+    errors = evaluate_cells(layer, decided, steps, positions, mode=plan.evaluate, which=which)
     starts = {schedule: evaluated_from(schedule, sequence) for schedule in plan.schedules}
     once = {starts[schedule] for schedule in plan.schedules if not schedule.repeats}  # only one event has a regret
-    masses = {start: _future_mass(layer, steps[steps >= start]) for start in once}
+    masses = {start: _future_mass(layer, steps[steps >= start]) if which == "all" else None for start in once}
     tables: dict[str, list[dict[str, Any]]] = {"layers": [], "rows": [], "ages": [], "evict_steps": []}
     partials: list[Partial] = []
     spans: list[dict[int, Partial]] = []

@@ -41,6 +41,14 @@ def cell_of(result: Result, changes: list[str], sequence: int | None, kind: str 
     return found
 
 
+def expect_same(mine: dict, theirs: dict) -> None:
+    """Equal, numbers to the rounding of float32: which sums a cell shares with others depends on what else is asked."""
+    assert mine.keys() == theirs.keys()
+    for name, number in theirs.items():
+        expected = pytest.approx(number, rel=1e-5, abs=1e-7) if isinstance(number, float) else number
+        assert mine[name] == expected, name
+
+
 def test_cells_are_replays_own_numbers(study: Result) -> None:
     own = {"sinks": 1, "window": 8, "ratios": ["0.5"]}
     again = replay(TINY, ["jacap:tau=1", "jacap", "snapkv"], **own).entries("cells")
@@ -49,7 +57,7 @@ def test_cells_are_replays_own_numbers(study: Result) -> None:
     for cell in study.entries("cells"):
         if cell["protected"] is None and (cell["policy"], cell["sequence"]) in replayed:
             theirs = replayed[cell["policy"], cell["sequence"]]
-            assert {k: cell[k] for k in theirs} == theirs
+            expect_same({k: cell[k] for k in theirs}, theirs)
             held += 1
     assert held >= 9
 
@@ -60,7 +68,7 @@ def test_a_protected_share_is_replays_own_protection(study: Result) -> None:
     for other in theirs:
         if other["policy"].startswith("jacap"):
             mine = cell_of(study, ["ridge=relative", "protect 5 %"], other["sequence"])
-            assert mine["mean_layer_error"] == other["mean_layer_error"]
+            assert mine["mean_layer_error"] == pytest.approx(other["mean_layer_error"], rel=1e-6)
             assert mine["protected"] == "5"
 
 
@@ -127,9 +135,9 @@ def test_a_stopped_study_resumes(study: Result, tmp_path: Path, monkeypatch: pyt
     ran: list[int] = []
     real = kvtool.ablate.measure.run_unit
 
-    def counted(sequence, layer_id, plan, step):
+    def counted(sequence, layer_id, plan, step, which):
         ran.append(layer_id)
-        return real(sequence, layer_id, plan, step)
+        return real(sequence, layer_id, plan, step, which=which)
 
     def stop(done: int, total: int, what: str) -> None:
         assert total == 24  # two sequences, three layers, four protections
@@ -165,7 +173,7 @@ def test_gradients_order_by_predicted_kl_and_layers_add_up() -> None:
     replayed = {(c["policy"], c["sequence"]): c for c in theirs.entries("cells")}
     for changes, policy in (([], "jacap"), (["tau=1"], "jacap:tau=1.0")):
         mine = cell_of(result, changes, 0)
-        assert {name: mine[name] for name in replayed[policy, 0]} == replayed[policy, 0]
+        expect_same({name: mine[name] for name in replayed[policy, 0]}, replayed[policy, 0])
     shares = {
         policy: [e["predicted_kl_share"] for e in theirs.entries("layers") if e["policy"] == policy]
         for policy in ("jacap", "jacap:tau=1.0")
@@ -173,9 +181,9 @@ def test_gradients_order_by_predicted_kl_and_layers_add_up() -> None:
     moved = 5 * (np.array(shares["jacap:tau=1.0"]) - np.array(shares["jacap"]))
     entry = next(e for e in result.entries("effects") if e["level"] == "tau=1")
     assert (entry["metric"], entry["paired_over"], entry["pairs"]) == ("predicted_kl", "layers", 5)
-    assert entry["effect"] == pytest.approx(moved.mean(), rel=1e-9)
+    assert entry["effect"] == pytest.approx(moved.mean(), rel=1e-6)
     half = 2.7764451051977987 * moved.std(ddof=1) / np.sqrt(5)
-    assert (entry["low"], entry["high"]) == pytest.approx((moved.mean() - half, moved.mean() + half), rel=1e-9)
+    assert (entry["low"], entry["high"]) == pytest.approx((moved.mean() - half, moved.mean() + half), rel=1e-6)
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(None, 1), (2, 2)])
@@ -193,7 +201,10 @@ def test_several_ratios_stand_beside_each_other() -> None:
     assert [block.ratio for block in blocks(result)] == [0.5, 0.25]
     single = ablate(TINY, axes="temperature", sinks=1, window=8, ratios=["0.25"])
     mine = [e for e in result.entries("effects") if e["ratio"] == 0.25]
-    assert mine == single.entries("effects")
+    alone = single.entries("effects")
+    assert len(mine) == len(alone) > 0
+    for entry, other in zip(mine, alone, strict=True):
+        expect_same(entry, other)
 
 
 def test_the_first_line_names_the_axis_of_rank_one(study: Result, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,13 @@ import torch
 from kvtool.bench import decoding, scoring, splits, storage
 from kvtool.bench.attention import agreeing
 from kvtool.bench.cells import squared_errors
-from kvtool.bench.plain_attention import dense_outputs, gathered_errors, masked_errors, steps_errors
+from kvtool.bench.plain_attention import (
+    dense_outputs,
+    gathered_errors,
+    log_sum_exps,
+    masked_errors,
+    steps_errors,
+)
 from kvtool.bench.synthetic import Case, Heads, arrays, case, case_of, nested, orders
 from kvtool.errors import KvtoolError
 from kvtool.kernels.leverage import leverage_scores
@@ -42,7 +48,7 @@ def test_attention_comparisons_agree_with_a_loop_and_with_kvtool() -> None:
     for found in (
         masked_errors(made, cells, full),
         gathered_errors(made, cells, full),
-        squared_errors(made, cells, full),
+        squared_errors(made, cells, full, log_sum_exps(made, block=3)),
     ):
         assert float((found.double() - expected).abs().max()) < 1e-5 * scale
     assert scale > 0
@@ -76,7 +82,7 @@ def test_the_loop_over_decoding_steps_agrees_with_kvtool() -> None:
     steps = torch.arange(budget, tokens)
     one = Case(made.queries[:, budget:].contiguous(), made.keys, made.values, made.scale)
     given = full[:, budget:].contiguous()
-    mine = squared_errors(one, cells, given, steps=steps)
+    mine = squared_errors(one, cells, given, log_sum_exps(one, steps), steps=steps)
     for cell, found in zip(cells, mine, strict=True):
         plain = steps_errors(one, cell, steps, given)
         assert float((plain.double() - found).abs().max()) < 1e-5 * float(found.max())

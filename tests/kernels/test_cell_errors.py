@@ -264,6 +264,24 @@ def test_rows_without_anything_visible_or_retained_are_zero_and_undefined() -> N
     assert bool((found.squared_error[1] == found.squared_output).double().mean() > 0.9)
 
 
+@pytest.mark.parametrize("which", ["all", "errors"])
+def test_equal_sets_have_equal_numbers_to_the_bit(which: Any) -> None:
+    case = make_case(cells=9, nested=True, dtype=torch.float32)
+    case["evict_steps"][7] = case["evict_steps"][2]
+    case["evict_steps"][5, 1] = case["evict_steps"][1, 1]  # in one KV head alone
+    case["evict_steps"][4] = torch.where(case["evict_steps"][2] == 74, 60, 500)  # earlier, and for ever: as good as 2
+    found = cell_errors(**case, which=which)
+    for one, other, heads in ((2, 7, slice(None)), (2, 4, slice(None)), (1, 5, slice(3, 6))):
+        for name in ("squared_error", "mass", "gap", "cosine"):
+            mine, theirs = (getattr(found, name)[cell, heads] for cell in (one, other))
+            assert torch.equal(mine.nan_to_num(-1.0), theirs.nan_to_num(-1.0)), name
+        dots = found.gradient_dot
+        assert torch.equal(dots[one, :, heads].nan_to_num(), dots[other, :, heads].nan_to_num())
+    assert torch.equal(found.layer_squared_error[2], found.layer_squared_error[7])
+    assert torch.equal(found.layer_squared_error[2], found.layer_squared_error[4])
+    expect_equal(found, reference(case), 1e-4, which)
+
+
 def test_no_cells_still_measure_the_output() -> None:
     case = make_case()
     case["evict_steps"] = case["evict_steps"][:0]
