@@ -101,7 +101,8 @@ def _different(retained: list[RetainedSet]) -> tuple[list[int], list[RetainedSet
     """The retained sets that differ, and for every cell which of them is its own: a control that keeps everything
     does so at every budget."""
     known: dict[bytes, int] = {}
-    places, different = [], []
+    places: list[int] = []
+    different: list[RetainedSet] = []
     for one in retained:
         decided = one.evict_step.contiguous().numpy().tobytes()
         if decided not in known:

@@ -19,7 +19,8 @@ from kvtool.budget import Budget
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
 from kvtool.replay.ask import built_in, observed, protection_of, sheltering, started
-from kvtool.replay.choose import Answer, Choice, First, Scored, choose, filled, newest, score_caches, untouched
+from kvtool.replay.choose import Answer, Choice, First, Scored, choose, newest, score_caches, untouched
+from kvtool.replay.rows import filled, oldest_rows
 from kvtool.replay.rules import Rules
 from kvtool.replay.telemetry import TensorBytes, compact
 from kvtool.retained import Event, RetainedSet
@@ -94,15 +95,6 @@ def run_schedule(
     ]
 
 
-def _oldest(layer: Layer, shared: dict[Any, Any]) -> list[int]:
-    """Of every step of `layer` the first row that its query sees."""
-    key = "first visible", id(layer)
-    if key not in shared:
-        shared[key] = layer.geometry.first_visible(torch.arange(layer.tokens)).tolist()
-    found: list[int] = shared[key]
-    return found
-
-
 class Track:
     """One cache on its way.
 
@@ -126,7 +118,7 @@ class Track:
         self._rules, self._ahead, self._allocator, self._first = rules, ahead, allocator, first
         self._never = layer.tokens
         self._evict = RetainedSet.keep_all(layer.geometry.kv_heads, layer.tokens).evict_step  # [Hk, T]
-        self._seen_from = _oldest(layer, first.shared)
+        self._seen_from = oldest_rows(layer, first.shared)
         self._last_query = int(layer.query_steps[-1]) if layer.query_steps.numel() else -1
         self._state: Any = None
         self._observed = 0  # steps before it are in the state
