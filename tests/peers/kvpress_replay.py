@@ -23,14 +23,15 @@ Prints one line of JSON for each shape:
     ratio_without_prefills  the strictest: scoring and errors alone, as if kvpress had the queries for nothing. kvtool's
                             side is the whole replay: two controls more, and all of its metrics and tables.
     agreement               by policy, where the two differ. `tokens_apart` are those that only one of the two kept,
-                            over all ratios, layers and KV heads. `furthest` is how far the score of such a token lies
-                            from the cut, relative to the score there: of the size of float32's rounding, 6e-8, where
-                            nothing but rounding told the tokens apart. `error_where_apart` and `error_elsewhere` are
-                            the largest differences of an error.
+                            over all ratios, layers and KV heads; `layers` where. `furthest` is how far kvpress's score
+                            of such a token lies from the cut, relative to the score there: 0 for a tie, of the size of
+                            float32's rounding, 6e-8, where nothing but rounding told the tokens apart.
+                            `error_where_apart` and `error_elsewhere` are the largest differences of an error.
 
-Knorm is where they differ. A rotation leaves the norm of a key as it is, so in the first layer every occurrence of one
-word has the same norm, and which of them falls on this side of a cut is decided by the last bit of a rounded sum: in
-float32 for kvpress, in float64 for kvtool. Both keep equally many, of equal norm, at other places of the text.
+Knorm is where they differ, and it is ties. A rotation leaves the norm of a key as it is, so in the first layer every
+occurrence of one word has the same norm, to the bit or nearly. Where the cut falls between them, kvtool keeps the newer
+ones, by its rule, and kvpress those that `topk` happens to list first. Equally many stay, of equal norm, at other
+places of the text.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "smol": Shape("random Llama of SmolLM2's shape", 4, 2048, 256, 576, 1536, 9, 3),
+    "smol": Shape("random Llama of SmolLM2's shape", 4, 2048, 256, 576, 1536, 9, 3, 100000.0),
     # What the MLP costs is no business of attention; a thin one makes kvpress's prefills cheaper than they are.
     "llama": Shape("random Llama of Llama-8B's shape, its MLP thin", 1, 4096, 512, 4096, 1024, 32, 8),
 }
@@ -250,7 +251,8 @@ def agreement(theirs: dict[tuple, Any], scores: dict[str, list[Any]], result, pr
     for row in result.tables["rows"].to_pylist():
         errors.setdefault((row["policy"], row["budget"], row["layer"]), []).append(row["output_error"])
     found = {
-        name: {"tokens_apart": 0, "furthest": 0.0, "error_where_apart": 0.0, "error_elsewhere": 0.0} for name in PRESSES
+        name: {"tokens_apart": 0, "layers": [], "furthest": 0.0, "error_where_apart": 0.0, "error_elsewhere": 0.0}
+        for name in PRESSES
     }
     apart: dict[tuple, list[bool]] = {}
     for row in result.tables["evict_steps"].select(["policy", "budget", "layer", "kv_head", "evict_step"]).to_pylist():
@@ -265,6 +267,7 @@ def agreement(theirs: dict[tuple, Any], scores: dict[str, list[Any]], result, pr
         apart.setdefault((name, budget, number), []).append(bool(differs.any()))
         if differs.any():
             cut = best.values[-1]
+            found[name]["layers"] = sorted({*found[name]["layers"], number})
             found[name]["tokens_apart"] += int(differs.sum())
             distance = float(((score[differs] - cut) / cut).abs().max())
             found[name]["furthest"] = max(found[name]["furthest"], distance)
