@@ -55,7 +55,8 @@ def evaluate_layer(
     whole = rows.numel() == layer.tokens
     queries = layer.queries[:, found]
     keys, values = (layer.keys, layer.values) if whole else (layer.keys[:, rows], layer.values[:, rows])
-    evict_steps = torch.stack([r.evict_step if whole else r.evict_step[:, rows] for r in retained])
+    places, different = _different(retained)
+    evict_steps = torch.stack([r.evict_step if whole else r.evict_step[:, rows] for r in different])
     gradients, rows_of_steps, drawn = gradients_at(layer, steps) if mode == "live" else (None, None, 0)
     attention: dict[str, Any] = {
         "steps": steps,
@@ -84,16 +85,31 @@ def evaluate_layer(
         found_errors = measure(
             retained_attention(queries, keys, values, evict_steps, **attention),
             steps,
-            len(retained),
+            len(different),
             projection=layer.output_projection,
             future_mass=future_mass,
             layer=geometry.layer,
             output_gradients=gradients,
             gradient_rows=rows_of_steps,
         )
-    if gradients is None:
-        return found_errors
-    return [replace(errors, gradients=layer.gradients, drawn_steps=drawn) for errors in found_errors]
+    if gradients is not None:
+        found_errors = [replace(errors, gradients=layer.gradients, drawn_steps=drawn) for errors in found_errors]
+    return [found_errors[place] for place in places]
+
+
+def _different(retained: list[RetainedSet]) -> tuple[list[int], list[RetainedSet]]:
+    """The retained sets that differ, and for every cell which of them is its own: a control that keeps everything
+    does so at every budget."""
+    known: dict[bytes, int] = {}
+    places: list[int] = []
+    different: list[RetainedSet] = []
+    for one in retained:
+        decided = one.evict_step.contiguous().numpy().tobytes()
+        if decided not in known:
+            known[decided] = len(different)
+            different.append(one)
+        places.append(known[decided])
+    return places, different
 
 
 def query_places(layer: Layer, steps: Tensor) -> Tensor:

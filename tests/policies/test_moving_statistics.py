@@ -8,7 +8,7 @@ import torch
 from kvtool.layer import Layer
 from kvtool.policies import policy_from_text
 from kvtool.policies.moving_statistics import BLOCK, MovingStatistics
-from kvtool.policies.query_statistics import moving_average
+from kvtool.policies.query_statistics import moving_average, past_statistics
 from kvtool.testing import example_layer, scores_at
 from kvtool.view import View
 
@@ -135,3 +135,16 @@ def test_one_kind_alone_is_assigned_to_itself():
     layer = example_layer(60, dtype=torch.float64)
     found = scores_at(policy("capacity:statistics=mixture:1,mixture_combine=assigned"), layer, 50)
     assert torch.equal(found, scores_at(policy("capacity:statistics=mixture:1"), layer, 50))
+
+
+def test_policies_share_the_statistics_of_past_queries_that_they_read_alike():
+    layer = example_layer()
+    shared = {}
+    mine, other = (dataclasses.replace(View.at(layer, 40), shared=shared) for _ in range(2))
+    for source, exclude in (("rope_mean", 4), ("prompt", 4), ("rope_mean", 2)):
+        found = past_statistics(mine, source, exclude)
+        assert past_statistics(other, source, exclude) is found
+        alone = past_statistics(View.at(layer, 40), source, exclude)
+        assert torch.equal(found.mean, alone.mean)
+        assert torch.equal(found.covariance, alone.covariance)
+    assert len(shared) == 3
