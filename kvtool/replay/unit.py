@@ -20,7 +20,7 @@ from kvtool.metrics.cache_size import live_tokens
 from kvtool.replay.decide import donor_of, run_schedule
 from kvtool.replay.decisions import decision_entries
 from kvtool.replay.decompose import Say, decompose_unit
-from kvtool.replay.events import event_entries
+from kvtool.replay.events import event_entries, shown_events
 from kvtool.replay.heap import trim
 from kvtool.replay.landmarks import about
 from kvtool.replay.metric_columns import columns_of, refuse_double, row_entries
@@ -61,7 +61,7 @@ def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say
     steps = layer.query_steps[layer.query_steps >= step]
     decided = decide_cells(sequence, layer, plan, step, donor)
     own = donor is layer
-    layer = layer.with_queries_of(steps)  # no policy reads the past any more
+    layer = layer.with_queries_of(_asked_still(layer, steps, decided, plan))  # no policy reads the past any more
     donor = layer if own else replace(donor)  # of another's cache the geometry is enough
     if layer.tokens >= LONG:
         trim()
@@ -127,6 +127,16 @@ def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say
         tables |= decompose_unit(sequence.index, wide, wide_donor, plan, step, decided, say)
     diagnosed = {name: None for retained in decided for event in retained.events for name in event.diagnostics}
     return Part(tables, partials, notes, spans, (*plan.numbers, *diagnosed))
+
+
+def _asked_still(layer: Layer, steps: Tensor, decided: list[RetainedSet], plan: Plan) -> Tensor:
+    """The steps whose queries are needed once every cell is decided: those evaluated, and where events are described,
+    the stored ones right before them, of which the first lies in the prompt."""
+    if not plan.repeats:
+        return steps
+    before = {event.step - 1 for events in shown_events(decided) for event in events}
+    wanted = torch.tensor(sorted(before | set(steps.tolist())), dtype=steps.dtype)
+    return wanted[torch.isin(wanted, layer.query_steps)]
 
 
 def told_apart(schedule: Schedule, retained: RetainedSet, layer: Layer) -> list[tuple[int, int]]:
