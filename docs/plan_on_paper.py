@@ -20,7 +20,7 @@ DENSE_SHARE = 0.93  # of it that scaled-dot-product attention reaches at 32k tok
 REPLAY = 4.7  # 10 policies x 5 ratios against that dense pass, at 32k tokens; floor 3.0
 FLOAT64 = 1.9  # times slower than float32
 LEVERAGE_SHARE = 1 / 1.13  # of the two-GEMM floor
-READ, WRITE, RAW_WRITE = 2.2e9, 0.21e9, 1.7e9  # bytes/s: heads by memory map; Zarr chunks; a plain file
+READ, WRITE, RAW_WRITE = 2.2e9, 0.21e9, 1.7e9  # bytes/s: heads, checksums compared; Zarr chunks; a plain file
 
 # One accelerator and its way in, assumed, not measured here.
 GPU, GPU_SHARE, LINK = 990e12, 0.4, 50e9  # bf16 flop/s, the share that long prompts reach, bytes/s from host memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvtool.bench.timing import OutOfTime, Stopwatch, one_thread
 from kvtool.errors import KvtoolError
 from kvtool.manifest import environment
 from kvtool.registry import did_you_mean
+from kvtool.scratch import Scratch
 
 SCHEMA = "kvtool.bench/1"
 SECONDS = 540.0
@@ -113,11 +113,11 @@ def bench(
         card.refuse_without_card()
     watch, load = Stopwatch(budget), load_before()
     layers = None if trace is None else on_trace.Opened.of(trace)
-    with tempfile.TemporaryDirectory(prefix="kvtool-bench-") as folder, one_thread():
+    with Scratch("bench") as folder, one_thread():
         here = Situation(
             watch,
             frozenset(wanted or names),
-            Path(folder),
+            folder,
             None if trace is None else Path(trace),
             load,
             usable_cores(),

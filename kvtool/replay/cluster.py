@@ -100,6 +100,7 @@ class Cluster:
             KvtoolError: code `cluster`.
         """
         from distributed import Client
+        from distributed.comm.addressing import get_address_host
 
         # What it logs while it tries again and again would drown the one sentence.
         loggers = [logging.getLogger(name) for name in ("distributed", "distributed.client", "distributed.comm")]
@@ -111,6 +112,7 @@ class Cluster:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of versions: those that matter are compared below
                 try:
+                    get_address_host(self._address)  # a client of no known protocol would never close
                     client = Client(self._address, timeout=TIMEOUT_S, set_as_default=False)
                 except (OSError, ValueError, TimeoutError) as error:
                     raise KvtoolError(
@@ -166,7 +168,11 @@ class Cluster:
                     f"worker {worker} does not find this trace at {self._order.trace}: {seen['trace']}",
                     "the trace must lie where all workers see it under the same path",
                 )
-        said = f"{len(found)} workers" if found else "no workers yet: it waits for them (Ctrl-C stops)"
+        said = (
+            f"{len(found)} worker{'s' if len(found) > 1 else ''}"
+            if found
+            else "no workers yet: it waits for them (Ctrl-C stops)"
+        )
         self._note(f"the cluster at {self._address} has {said}")
 
 

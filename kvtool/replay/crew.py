@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from kvtool.replay.order import Order, Unit
 from kvtool.replay.parts import Part, Store
 from kvtool.replay.plan import Plan
 from kvtool.replay.pool import Pool
+from kvtool.scratch import Scratch
 from kvtool.trace import Sequence, Trace
 
 Progress = Callable[[int, int, str], None]
@@ -135,8 +135,8 @@ def place_for(crew: Crew | None, output: Any, force: bool) -> Iterator[tuple[Sto
     if output is not None or crew is None:
         yield (None if output is None else Store(Path(output), force)), output is not None
         return
-    with TemporaryDirectory(prefix="kvtool-replay-", ignore_cleanup_errors=True) as folder:
-        yield Store(Path(folder) / "parts-of-workers", force), False
+    with Scratch("replay") as folder:
+        yield Store(folder / "parts-of-workers", force), False
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ def measured_cells(
 
     Args:
         starts: that step, by schedule.
-        masses: [Hk, T] future attention by first evaluated step, for cells with one event.
+        masses: [Hk, T] future attention by first evaluated step, for cells with one event; none where it is not asked.
     """
     found: dict[int, tuple[Partial, Columns]] = {}
     for start in dict.fromkeys(starts.values()):
@@ -42,7 +42,7 @@ def measured_cells(
         for index, place in enumerate(places):
             cell = plan.cells[place]
             if not cell.schedule.repeats and cell.policy.positions == "original":
-                mine[index] = replace(mine[index], future_mass=masses[start])
+                mine[index] = replace(mine[index], future_mass=masses.get(start))
         kept = [decided[place] for place in places]
         width = max(mine[0].squared_error.numel(), kept[0].evict_step.numel(), 1)
         some = max(1, MOST_NUMBERS // width)

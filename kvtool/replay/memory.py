@@ -1,7 +1,8 @@
 """Memory: what a replay's processes will take at most, said before they start.
 
-The numbers are of resident memory, fitted to measured peaks (docs/scaling.md lists them): generous by up to a half,
-since the policies of others may take more than kvtool's own.
+The numbers are of resident memory. They are what the arrays take by their shapes, and two allowances, of a process and
+of its tiles, that were chosen so that every peak that was measured (docs/scaling.md) lies below the sum; it was up to a
+half too large, which leaves room for policies of others.
 """
 
 from __future__ import annotations

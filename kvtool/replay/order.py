@@ -7,6 +7,7 @@ has finished outlives it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class Order:
     Attributes:
         trace: absolute path or address.
         trace_digest: what opening it must find.
-        asked: arguments of `make_plan`, as typed.
+        asked: arguments of `make_plan`, as typed; `device` is what was found here, not `auto`, which may mean another
+            thing to a worker.
         labels: the policies that the trace can serve.
         places: path as typed -> absolute path, of policies, metrics and calibration traces.
         output: absolute path of the folder that holds the parts.
@@ -77,7 +79,7 @@ class Order:
         return cls(
             trace=trace.address,
             trace_digest=trace.digest,
-            asked=asked,
+            asked={**asked, "device": "cpu" if plan.card is None else plan.card.kind},
             labels=tuple(label for label, _ in plan.policies),
             places=_places(plan),
             output=str(output.absolute()),
@@ -85,6 +87,22 @@ class Order:
             plugins=not plugins.disabled(),
             online=online,
         )
+
+
+def _plan_of(order: Order) -> Plan:
+    """The plan as this process makes it.
+
+    Raises:
+        KvtoolError: what `make_plan` raises; `worker-differs` where the card is not here.
+    """
+    try:
+        return make_plan(**order.asked)
+    except KvtoolError as error:
+        if error.code != "device":
+            raise
+        raise KvtoolError(
+            "worker-differs", f"a worker on {os.uname().nodename} lacks the card: {error.message}", error.hint
+        ) from error
 
 
 def _places(plan: Plan) -> dict[str, str]:
@@ -108,7 +126,7 @@ class Bench:
                     f"{order.trace} is another trace for a worker than here",
                     "the trace must lie under the same path for every worker, and stay as it is during a run",
                 )
-            plan = make_plan(**order.asked)
+            plan = _plan_of(order)
         plan = plan.only([one for one in plan.policies if one[0] in order.labels])
         if digest(plan.identity(trace)) != order.identity:
             raise KvtoolError(

@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from typing import Any
 from kvtool.errors import KvtoolError
 from kvtool.replay.order import Order, Unit
 from kvtool.replay.parts import Store
+from kvtool.scratch import Scratch
 
 TRIES = 3  # of one unit whose process dies
 _START = (
@@ -86,12 +85,12 @@ class Pool:
         """
         if not units:
             return
-        self._scratch = tempfile.mkdtemp(prefix="kvtool-workers-")
-        try:
-            self._run(units, done, say)
-        finally:
-            self._stop()
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        with Scratch("workers") as folder:
+            self._scratch = str(folder)
+            try:
+                self._run(units, done, say)
+            finally:
+                self._stop()
 
     def _run(self, units: list[Unit], done: Callable[[Unit], None], say: Callable[[Unit, str], None]) -> None:
         place = {unit: index for index, unit in enumerate(units)}

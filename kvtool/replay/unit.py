@@ -21,8 +21,8 @@ from kvtool.replay.counts import achieved_of, counts_at, counts_of, evicted_of, 
 from kvtool.replay.decide import donor_of, run_schedule
 from kvtool.replay.decisions import decision_entries
 from kvtool.replay.decompose import Say, decompose_unit
-from kvtool.replay.events import event_entries
-from kvtool.replay.heap import trim
+from kvtool.replay.events import event_entries, shown_events
+from kvtool.replay.heap import keep_large_blocks_apart, trim
 from kvtool.replay.landmarks import about
 from kvtool.replay.measured import measured_alike, measured_cells
 from kvtool.replay.metric_columns import refuse_double, row_entries
@@ -63,6 +63,8 @@ def run_unit(
 
 
 def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say, which: Which) -> Part:
+    if sequence.length >= LONG:
+        keep_large_blocks_apart()
     layer = sequence.layer(layer_id, dtype=plan.dtype)
     donor = donor_of(sequence, layer)
     if donor is not layer:
@@ -71,7 +73,7 @@ def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say
     steps = layer.query_steps[layer.query_steps >= step]
     decided = decide_cells(sequence, layer, plan, step, donor)
     own = donor is layer
-    layer = layer.with_queries_of(steps)  # no policy reads the past any more
+    layer = layer.with_queries_of(_asked_still(layer, steps, decided, plan))  # no policy reads the past any more
     donor = layer if own else replace(donor)  # of another's cache the geometry is enough
     if layer.tokens >= LONG:
         trim()
@@ -79,7 +81,7 @@ def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say
     errors = evaluate_cells(layer, decided, steps, positions, mode=plan.evaluate, which=which)
     starts = {schedule: evaluated_from(schedule, sequence) for schedule in plan.schedules}
     once = {starts[schedule] for schedule in plan.schedules if not schedule.repeats}  # only one event has a regret
-    masses = {start: _future_mass(layer, steps[steps >= start]) if which == "all" else None for start in once}
+    masses = {start: _future_mass(layer, steps[steps >= start]) for start in once if which == "all"}
     tables: dict[str, list[dict[str, Any]]] = {"layers": [], "rows": [], "ages": [], "evict_steps": []}
     partials: list[Partial] = []
     spans: list[dict[int, Partial]] = []
@@ -139,6 +141,16 @@ def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say
         tables |= decompose_unit(sequence.index, wide, wide_donor, plan, step, decided, say)
     diagnosed = {name: None for retained in decided for event in retained.events for name in event.diagnostics}
     return Part(tables, partials, notes, spans, (*plan.numbers, *diagnosed))
+
+
+def _asked_still(layer: Layer, steps: Tensor, decided: list[RetainedSet], plan: Plan) -> Tensor:
+    """The steps whose queries are needed once every cell is decided: those evaluated, and where events are described,
+    the stored ones right before them, of which the first lies in the prompt."""
+    if not plan.repeats:
+        return steps
+    before = {event.step - 1 for events in shown_events(decided) for event in events}
+    wanted = torch.tensor(sorted(before | set(steps.tolist())), dtype=steps.dtype)
+    return wanted[torch.isin(wanted, layer.query_steps)]
 
 
 def told_apart(schedule: Schedule, retained: RetainedSet, layer: Layer) -> list[tuple[int, int]]:

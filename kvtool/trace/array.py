@@ -1,7 +1,11 @@
 """Array: one stored array, written as Zarr v3 chunks and read back without trusting its metadata.
 
-Uncompressed chunks are raw bytes, so they are read by memory map; each chunk's checksum is
+Uncompressed chunks are raw bytes, so they are read without Zarr; each chunk's checksum is
 compared on the way, because a damaged number looks like any other.
+
+Whole arrays, which replay works with for minutes, are read: who cuts a mapped file short kills the process that looks
+at it (SIGBUS), and who writes into it changes numbers whose checksum was compared. One head alone, for a quick look, is
+mapped where one chunk holds it: that takes half the CPU time of reading it.
 """
 
 from __future__ import annotations
@@ -94,7 +98,8 @@ def read_array(
     """A stored array as a tensor, the checksum of every chunk that is read compared.
 
     Args:
-        head: read this one alone, [1, ...]; for arrays whose chunks hold one head each.
+        head: read this one alone, [1, ...]; for arrays whose chunks hold one head each. Without `dtype`, and where
+            one uncompressed chunk holds it, it is the file itself, mapped: valid as long as nobody cuts that short.
         dtype: of the tensor, None for the stored one. Chunks are converted as they come: never is there a second
             copy of the whole.
 
@@ -105,9 +110,10 @@ def read_array(
         found = to_torch(_read_frames(root, info, entries, head), info.logical)
         return found if dtype is None else found.to(dtype)
     shape = info.shape if head is None else (1, *info.shape[1:])
-    if head is not None and info.chunk == shape:  # the chunk is the answer: it stays the map, nothing is copied
-        found = to_torch(_checked_chunk(root, info, next(_chunks(info, head)), entries), info.logical)
-        return found if dtype is None else found.to(dtype, copy=True)
+    if head is not None and info.chunk == shape:  # the chunk is the answer: nothing is copied
+        chunk = _checked_chunk(root, info, next(_chunks(info, head)), entries, mapped=dtype is None)
+        found = to_torch(chunk, info.logical)
+        return found if dtype is None else found.to(dtype)
     stored = np.empty(shape if dtype is None else 0, dtype=info.dtype)
     converted = torch.empty(0 if dtype is None else shape, dtype=dtype)
     for index in _chunks(info, head):
@@ -125,14 +131,16 @@ def read_array(
     return to_torch(stored, info.logical) if dtype is None else converted
 
 
-def _checked_chunk(root: Path, info: ArrayInfo, index: tuple[int, ...], entries: Mapping[str, Entry]) -> np.ndarray:
+def _checked_chunk(
+    root: Path, info: ArrayInfo, index: tuple[int, ...], entries: Mapping[str, Entry], mapped: bool = False
+) -> np.ndarray:
     """The elements of one uncompressed chunk, in its own shape, once its checksum was compared.
 
     Raises:
         KvtoolError: code `trace-damaged`.
     """
     name = "/".join([info.path, "c", *map(str, index)])
-    raw = _map_file(root, name, entries[name].length)
+    raw = _file_bytes(root, name, entries[name].length, mapped=mapped)
     size = info.chunk_bytes
     payload = raw[:size]
     if google_crc32c.value(payload) != int.from_bytes(raw[size:].tobytes(), "little"):
@@ -162,9 +170,15 @@ def damaged(root: Path, name: str, what: str) -> KvtoolError:
     )
 
 
-def _map_file(root: Path, name: str, length: int) -> np.ndarray:
-    """A file's bytes as a map, its length checked against the commit file. What is written into the map stays in
-    this process: the file is opened for reading."""
+def _file_bytes(root: Path, name: str, length: int, first: int | None = None, mapped: bool = False) -> np.ndarray:
+    """A file's bytes, or the `first` of them, [n] uint8, its length checked against the commit file.
+
+    Args:
+        mapped: as a map instead of a copy. What is written into it stays in this process.
+
+    Raises:
+        KvtoolError: code `trace-damaged`, also for a file that is cut short meanwhile.
+    """
     try:
         handle = os.open(root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -173,7 +187,19 @@ def _map_file(root: Path, name: str, length: int) -> np.ndarray:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_size != length:
             raise damaged(root, name, f"has {status.st_size} bytes, expected {length}")
-        return np.frombuffer(mmap.mmap(handle, length, access=mmap.ACCESS_COPY), dtype=np.uint8)
+        if mapped:
+            return np.frombuffer(mmap.mmap(handle, length, access=mmap.ACCESS_COPY), dtype=np.uint8)
+        raw = np.empty(length if first is None else min(first, length), dtype=np.uint8)
+        into, at = memoryview(raw), 0  # type: ignore[arg-type]
+        while at < len(raw):
+            try:
+                got = os.readv(handle, [into[at:]])
+            except OSError as error:
+                raise damaged(root, name, f"cannot be read ({error.strerror})") from None
+            if not got:
+                raise damaged(root, name, f"ends after {at} bytes, expected {length}")
+            at += got
+        return raw
     finally:
         os.close(handle)
 
@@ -188,7 +214,7 @@ def _read_frames(root: Path, info: ArrayInfo, entries: Mapping[str, Entry], head
         return np.empty(shape, dtype=info.dtype)
     for index in _chunks(info, head):
         name = "/".join([info.path, "c", *map(str, index)])
-        claimed = frame_bytes(_map_file(root, name, entries[name].length)[:18].tobytes())
+        claimed = frame_bytes(_file_bytes(root, name, entries[name].length, 18).tobytes())
         if claimed != info.chunk_bytes:
             raise damaged(root, name, f"unpacks to {claimed} bytes, expected {info.chunk_bytes}")
     try:

@@ -155,7 +155,11 @@ class Sequence:
             return read_array(self.trace.path, info, self.trace.commit.entries, head, dtype)
 
     def head(self, name: str, layer: int, head: int) -> Tensor:
-        """[n, dim] of one head of a layer's own `queries`, `keys` (rotated), `values` or `output_sample`."""
+        """[n, dim] of one head of a layer's own `queries`, `keys` (rotated), `values` or `output_sample`.
+
+        It may be a map of its file: somebody who cuts that file short while the tensor is in use ends this process.
+        Keep a `clone()` of it, which costs a copy, where that can happen; `array` and `layer` always copy.
+        """
         return (self._keys(layer, head) if name == "keys" else self.array(name, layer, head))[0]
 
     @cached_property

@@ -10,17 +10,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import shutil
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from kvtool.errors import KvtoolError
+from kvtool.scratch import Scratch
 from kvtool.trace.commit import MOST_COMMIT_BYTES, Commit, Entry
 from kvtool.trace.layout import COMMIT
 
@@ -53,8 +51,9 @@ class Mirror:
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
         self._files, self._base = _filesystem(self.address)
-        self.root = Path(mkdtemp(prefix="kvtool-mirror-"))
-        self._finalizer = weakref.finalize(self, shutil.rmtree, self.root, True)
+        scratch = Scratch("mirror")
+        self.root = scratch.path
+        self._finalizer = weakref.finalize(self, scratch.remove)
         self._kept: dict[str, int] = {}  # chunk -> bytes, the one that was asked for longest ago first
         self._commit: Commit | None = None
         self._lock = threading.Lock()

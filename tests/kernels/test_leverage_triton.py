@@ -17,7 +17,7 @@ def test_scores_are_those_of_the_reference() -> None:
         [2, 1, 300, 63, "bfloat16", False],
         [2, 2, 257, 64, "float16", True],
         [1, 1, 450, 111, "float32", True],
-        [6, 2, 1111, 17, "float64", False],  # two runs of tokens
+        [4, 2, 1040, 17, "float64", False],  # two runs of tokens
     ]
     for case, found in zip(cases, interpreted(FILE, "parity", cases), strict=True):
         assert found["log"] == {"triton": 1, "cpu": 0, "reasons": {}}, (case, found)

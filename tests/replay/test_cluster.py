@@ -148,7 +148,6 @@ def test_a_cluster_gives_the_same_bytes_though_a_worker_is_killed(dask: Dask, tm
 def test_what_a_worker_does_not_see_is_one_sentence(
     dask: Dask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker runs in a mount namespace of its own where that is allowed; else its answers are changed."""
     from kvtool.replay import cluster
 
     dask.workers(1)

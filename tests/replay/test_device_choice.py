@@ -17,6 +17,7 @@ import kvtool
 from kvtool.cli.main import run
 from kvtool.errors import KvtoolError
 from kvtool.kernels.device import Card
+from kvtool.replay.order import Bench, Order
 from kvtool.replay.parts import Part, Store
 from kvtool.replay.plan import make_plan
 from kvtool.trace import open_trace
@@ -51,6 +52,23 @@ def test_auto_is_the_cpu_without_a_card() -> None:
     assert result.manifest["device"] == "cpu"
     assert result.manifest["card"] is None
     assert result.manifest["kernels"] == "reference (torch)"
+
+
+@pytest.mark.usefixtures("_no_card")
+def test_workers_use_the_device_that_was_found_here(tmp_path: Path) -> None:
+    result = kvtool.replay(TINY, ["knorm"], ratios=["0.5"], layers=[0], device="auto", workers=1)
+    assert (result.manifest["device"], result.manifest["card"]) == ("cpu", None)
+    # What `auto` would mean elsewhere does not matter: a worker is told what it meant here.
+    trace, asked = open_trace(TINY), {"policies": ["knorm"], "ratios": ["0.5"]}
+    plan = make_plan(**asked)  # type: ignore[arg-type]
+    for word in ("auto", "cpu"):
+        assert Order.of(trace, plan, {**asked, "device": word}, tmp_path).asked["device"] == "cpu"
+    on = replace(plan, card=Card("cuda", "H200", "cuda"))
+    order = Order.of(trace, on, {**asked, "device": "auto"}, tmp_path)
+    assert order.asked["device"] == "cuda"
+    with pytest.raises(KvtoolError, match=r"a worker on .* lacks the card: --device cuda: ") as caught:
+        Bench(order)
+    assert caught.value.code == "worker-differs"
 
 
 def test_parts_of_another_device_are_another_run_s(tmp_path: Path) -> None:

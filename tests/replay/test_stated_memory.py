@@ -19,8 +19,10 @@ TINY = HERE.parents[1] / "sample_traces" / "tiny-gqa.zarr"
 POLICIES = ["streaming-llm", "knorm", "keydiff", "tova", "snapkv", "lagkv", "expected-attention", "capkv"]
 
 
-@pytest.mark.parametrize("shape", ["4096 128 8 2 64 1", "2048 512 32 8 128 1"])
-def test_a_run_stays_within_what_was_said_of_it(shape: str, tmp_path: Path) -> None:
+# The second is a layer of Llama 3 at 32k tokens, all 32 query heads. With 512 evaluated steps, the shape in
+# docs/scaling.md, it takes as much memory and twice the time: `python tests/replay/long_layer.py` replays that one.
+@pytest.mark.parametrize(("shape", "most"), [("4096 128 8 2 64 1", 0.8e9), ("32768 64 32 8 128 1", 1.5e9)])
+def test_a_run_stays_within_what_was_said_of_it(shape: str, most: float, tmp_path: Path) -> None:
     path = tmp_path / "long.zarr"
     script = [sys.executable, str(HERE / "long_layer.py")]
     subprocess.run([*script, "write", str(path), *shape.split()], check=True)
@@ -30,6 +32,7 @@ def test_a_run_stays_within_what_was_said_of_it(shape: str, tmp_path: Path) -> N
     ((sequence, layer_id, step),) = work_of(open_trace(path), plan, None, None)
     stated = unit_bytes(sequence, layer_id, plan, step)
     assert 0.4 * stated <= peak <= stated
+    assert peak < most
 
 
 def test_layers_are_let_go_one_after_another(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""One head of an array: the file's own pages where one chunk holds it, never without its checksum."""
+"""One head of an array, and all of it: never without a checksum, and files may change under what replay works with."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,35 @@ def test_what_is_written_into_a_head_stays_in_this_process(tmp_path: Path) -> No
     assert torch.equal(sequence.head("keys", 0, 1), again)
     assert bool((again != 0).any())
     assert not torch.equal(sequence.head("keys", 0, 0), again)
+
+
+def test_a_file_that_is_cut_short_or_changed_later_does_no_harm(tmp_path: Path) -> None:
+    sequence = write_heads(tmp_path / "t.zarr", 4096, 8, 2)  # several pages of memory
+    file = tmp_path / "t.zarr" / CHUNKS / "1" / "0" / "0"
+    whole, head = sequence.layer(0).keys, sequence.array("keys", 0, 1, torch.float32)
+    before = whole.clone()
+    file.write_bytes(b"\0" * file.stat().st_size)
+    os.truncate(file, 10)
+    assert torch.equal(whole, before)
+    assert torch.equal(head[0], before[1])
+    with pytest.raises(KvtoolError, match="has 10 bytes") as error:
+        sequence.head("keys", 0, 1)
+    assert error.value.code == "trace-damaged"
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequence = write_heads(tmp_path / "t.zarr", 4096, 8, 2)
+    file, readv = tmp_path / "t.zarr" / CHUNKS / "1" / "0" / "0", os.readv
+
+    def cut(handle: int, buffers: list[memoryview]) -> int:
+        if os.fstat(handle).st_ino == file.stat().st_ino:
+            os.truncate(file, 5000)
+        return readv(handle, buffers)
+
+    monkeypatch.setattr(os, "readv", cut)
+    with pytest.raises(KvtoolError, match="ends after 5000 bytes, expected 65540") as error:
+        sequence.array("keys", 0)
+    assert error.value.code == "trace-damaged"
 
 
 @pytest.mark.parametrize("tokens", [63, CHUNK_TOKENS + 5])

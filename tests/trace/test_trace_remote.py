@@ -173,7 +173,7 @@ def test_a_server_that_lies_is_found_out(how: str, code: str, file: str, server:
     assert caught.value.code == code
     assert file in caught.value.message
     assert server.address in caught.value.message
-    assert "kvtool-mirror" not in caught.value.message
+    assert "kvtool-scratch" not in caught.value.message
 
 
 @pytest.mark.parametrize(
