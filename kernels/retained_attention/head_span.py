@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .families import Family, families_of
 from .inputs import Inputs
-from .tile import TINY, Sums, Tile, Workspace, add_levels
+from .tile import Sums, Tile, Workspace, add_levels, tiny_for
 
 Which = Literal["all", "errors"]
 
@@ -39,7 +39,7 @@ class HeadSpan:
         self.dropped = None if dropped is None else dropped.sort().values
         self.inputs, self.kv_head, self.which, self.memory = inputs, kv_head, which, memory
         self.keys, self.values = inputs.keys[kv_head][columns], inputs.values[kv_head][columns]
-        self.rows, self.tiny = inputs.rows[columns], TINY[self.values.dtype]
+        self.rows, self.tiny = inputs.rows[columns], tiny_for(self.values)
         kept = leaves > steps.min()  # [C, n]
         moving = kept & (leaves <= steps.max())
         self.families = []

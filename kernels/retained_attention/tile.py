@@ -15,6 +15,15 @@ TINY = {torch.float32: 1e-30, torch.float64: 1e-290}  # denominators below lost 
 SMALL_MASS = 1e-3  # below it f_V - f_R cancels, and the error is taken from the evicted side
 
 
+def tiny_for(values: Tensor) -> float:
+    """The denominator below which a sum over `values` [n, Dv] may have lost digits: its exponentials, or their products
+    with the smallest of the tokens, are then no normal numbers."""
+    sizes = values.abs().amax(1)
+    sizes = sizes[sizes > 0]
+    least = float(sizes.min()) if sizes.numel() else 1.0
+    return max(TINY[values.dtype], torch.finfo(values.dtype).tiny / least)
+
+
 @dataclass(frozen=True, eq=False)
 class Sums:
     """Sums over k sets of tokens, for the r rows of a tile, exponentials relative to each row's largest logit.
