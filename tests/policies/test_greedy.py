@@ -126,8 +126,8 @@ def test_everything_taken_and_nothing_taken():
 @pytest.mark.parametrize("reducer", ["mean", "max"])
 def test_of_two_equal_tokens_the_newer_is_picked_first(reducer):
     generator = torch.Generator().manual_seed(3)
-    for _ in range(10):
-        x = torch.randn(4, 60, 40, generator=generator, dtype=torch.float64).repeat(1, 2, 1)
-        scores = grow(x, torch.zeros(120, dtype=torch.bool), 70, reducer)
+    for half, width in ((10, 3), (10, 16), (60, 16), (60, 40)) * 5:
+        x = torch.randn(4, half, width, generator=generator, dtype=torch.float64).repeat(1, 2, 1)
+        scores = grow(x, torch.zeros(2 * half, dtype=torch.bool), half // 2, reducer)
 
-        assert bool((scores[60:] >= scores[:60]).all())
+        assert bool((scores[half:] >= scores[:half]).all())
