@@ -19,7 +19,7 @@ from .evaluated import evaluated
 from .head_span import HeadSpan, Which
 from .inputs import Inputs, Seen
 from .tile import Workspace
-from .vectors import Vectors
+from .vectors import Vectors, squared_norm
 
 __all__ = ["CellErrors", "Which", "cell_errors", "serves"]
 
@@ -152,7 +152,7 @@ def _spans(inputs: Inputs, evict_steps: Tensor, projection: Tensor | None) -> It
         most = max(LEAST_ROWS // inputs.group, min(most, SPAN_BYTES // one), 1)
     least = max(1, LEAST_ROWS // inputs.group // 4)
     start, count = 0, int(steps.numel())
-    changes = _changes(evict_steps)
+    changes = _changes(evict_steps, steps)
     while start < count:
         stop = min(start + most, count)
         inside = changes[(changes > steps[start]) & (changes <= steps[stop - 1])]
@@ -165,13 +165,14 @@ def _spans(inputs: Inputs, evict_steps: Tensor, projection: Tensor | None) -> It
         start = stop
 
 
-def _changes(evict_steps: Tensor) -> Tensor:
-    """Ascending steps at which a token leaves; like `unique`, which sorts all of them."""
-    if not evict_steps.numel():
+def _changes(evict_steps: Tensor, steps: Tensor) -> Tensor:
+    """Ascending steps at which a token leaves, besides at most the first of `steps` and the one behind the last; like
+    `unique`, which sorts all of them."""
+    if not evict_steps.numel() or not steps.numel():
         return evict_steps.new_zeros(0)
-    least = int(evict_steps.min())
-    there = torch.zeros(int(evict_steps.max()) - least + 1, dtype=torch.bool)
-    there[(evict_steps - least).flatten()] = True
+    least, most = int(steps.min()), int(steps.max())
+    there = torch.zeros(most - least + 2, dtype=torch.bool)
+    there[(evict_steps.clamp(least, most + 1) - least).flatten()] = True
     return there.nonzero()[:, 0] + least
 
 
@@ -213,9 +214,7 @@ def _measure_span(
             inside = slice(part.start - span.start, part.stop - span.start)
             slopes = None if gradients is None else _slopes(gradients[:, group], gradient_rows, part)
             tile = evaluated(head, part, known, sums)
-            found.squared_output[group, part] = _by_step(
-                torch.linalg.vector_norm(tile.full, dim=-1).double().square(), inputs.group
-            )
+            found.squared_output[group, part] = _by_step(squared_norm(tile.full), inputs.group)
             if projection is not None and projected is not None:
                 projected[cells, inside] += _project(tile.full[None], projection[group])[0]
             for vectors in tile.vectors():

@@ -118,7 +118,7 @@ class Evaluated:
             else:
                 numerator = exponentials.T @ values
             total = self.tile.total[:, None]
-            self.known = torch.where(total > 0, numerator / total, 0.0)
+            self.known = torch.where(total == 0, 0.0, numerator / total)  # a NaN stays one, and is refused
         return self.known
 
     def vectors(self) -> Iterator[Vectors]:

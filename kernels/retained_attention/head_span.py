@@ -11,7 +11,7 @@ from torch import Tensor
 from .families import Family, families_of
 from .inputs import Inputs
 from .own_maximum import Rows, by_own_maximum
-from .tile import TINY, Chunk, Sums, Tile, Workspace, add_levels
+from .tile import Chunk, Sums, Tile, Workspace, add_levels, tiny_for
 
 Which = Literal["all", "errors"]
 
@@ -55,7 +55,7 @@ class HeadSpan:
             self._columns = chosen + columns.start if isinstance(columns, slice) else columns[chosen]
             leaves = leaves[:, chosen]
         self.keys, self.rows = inputs.keys[kv_head][self._columns], inputs.rows[self._columns]
-        self.tiny = TINY[self.keys.dtype]
+        self.tiny = tiny_for(self.keys.dtype, inputs.least_values[kv_head])
         stays = leaves > steps.min()  # [C, n]
         moving = stays & (leaves <= steps.max())
         self.families = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -113,6 +114,13 @@ class Inputs:
             raise ValueError(f"a block of {block} steps")
         finite = [bool(torch.isfinite(head).all()) for head in values]
         return cls(queries, keys, values, steps, rows, first_visible, scale, softcap, sink_logits, block, finite)
+
+    @cached_property
+    def least_values(self) -> list[float]:
+        """Per KV head the largest channel of the token where that is smallest, zeros apart; 1 where all are zero."""
+        sizes = [head.abs().amax(1) for head in self.values] if self.values.shape[2] else []
+        found = [float(mine[mine > 0].min()) if bool((mine > 0).any()) else 1.0 for mine in sizes]
+        return found or [1.0] * self.kv_heads
 
     @property
     def heads(self) -> int:

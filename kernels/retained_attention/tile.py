@@ -15,6 +15,12 @@ TINY = {torch.float32: 1e-30, torch.float64: 1e-290}  # denominators below lost 
 SMALL_MASS = 1e-3  # below it f_V - f_R cancels, and the error is taken from the evicted side
 
 
+def tiny_for(dtype: torch.dtype, least: float) -> float:
+    """The denominator below which a sum over values, the smallest token's `least`, may have lost digits: its
+    exponentials, or their products with that token, are then no normal numbers."""
+    return max(TINY[dtype], torch.finfo(dtype).tiny / least)
+
+
 @dataclass(frozen=True, eq=False)
 class Sums:
     """Sums over k sets of tokens, for the r rows of a tile, exponentials relative to each row's largest logit.

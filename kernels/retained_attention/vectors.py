@@ -7,6 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SHORT = 1e-15  # of vectors below, the squares leave float32
+
+
+def squared_norm(vectors: Tensor) -> Tensor:
+    """[...] float64 of [..., Dv]: beside a sink an output may be so small that its squares leave float32."""
+    found: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
+    return found.square()
+
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
@@ -55,27 +63,27 @@ class Vectors:
     def squared_error(self) -> Tensor:
         """[k, r] float64."""
         found = torch.where(self.touched, (self.mass_of * self._length()).square(), 0.0)
-        return found if self.alone is None else torch.where(self.alone, self.squared_output(), found)
-
-    def squared_output(self) -> Tensor:
-        """[r] float64."""
-        found: Tensor = torch.linalg.vector_norm(self.full, dim=-1)
-        return found.double().square()
+        return found if self.alone is None else torch.where(self.alone, squared_norm(self.full), found)
 
     def _length(self) -> Tensor:
-        found: Tensor = torch.linalg.vector_norm(self.difference, dim=-1)
-        return found.double()
+        found: Tensor = torch.linalg.vector_norm(self.difference, dim=-1).double()
+        short = self.touched & (found < SHORT)
+        if bool(short.any()):
+            found[short] = torch.linalg.vector_norm(self.difference[short], dim=-1, dtype=torch.float64)
+        return found
 
     def cosine(self) -> Tensor:
-        """[k, r] float64, from |e|, |f_V|, |f_R| and e·f_V where the angle is small: 1 - f_V·f_R would cancel."""
+        """[k, r] float64. Where e is short against f_R, from |e|, |f_V|, |f_R| and e·f_V: 1 - f_V·f_R would cancel.
+        Elsewhere, one vector perhaps many times the other, from f_V·f_R: |e|^2 - (|f_V| - |f_R|)^2 would cancel."""
         assert self.retained is not None
-        a = torch.linalg.vector_norm(self.full, dim=-1).double()
-        b = torch.linalg.vector_norm(self.retained, dim=-1).double()
-        along = self.mass_of * (self.difference * self.full).sum(-1).double()
+        a = squared_norm(self.full).sqrt()
+        b = torch.linalg.vector_norm(self.retained, dim=-1, dtype=torch.float64)
+        direction = (self.full.double() / torch.where(a > 0, a, 1.0)[:, None]).to(self.full.dtype)  # [r, Dv]
+        along = self.mass_of * (self.difference * direction).sum(-1).double()  # e·f_V / |f_V|
         squared = self.squared_error()
-        shorter = (2 * along - squared) / (a + b)  # |f_V| - |f_R|
-        small = ((squared - shorter.square()) / (2 * a * b)).clamp_min(0)
-        large = 1 - (self.retained * self.full).sum(-1).double() / (a * b)
-        found = torch.where(small < 0.05, small, large)
+        shorter = (2 * along * a - squared) / (a + b)  # |f_V| - |f_R|
+        short = ((squared - shorter.square()) / (2 * a * b)).clamp_min(0)
+        other = (1 - (self.retained * direction).sum(-1).double() / b).clamp_min(0)
+        found = torch.where(4 * squared < b.square(), short, other)
         found = torch.where(self.touched, found, 0.0)
         return torch.where((a > 0) & (b > 0), found, float("nan"))

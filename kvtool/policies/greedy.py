@@ -13,6 +13,9 @@ from kvtool.policies.parameters import Reducer
 
 FAR = 1e4  # leverage up to which leverages are updated by differences
 WORN = 5e-6  # a gain that has fallen to this share of the largest leverage at the last whitening calls for another
+EQUAL = (
+    64 * torch.finfo(torch.float64).eps
+)  # gains this close, relative to the same leverage, are equal but for rounding
 CANDIDATES = 256  # tokens that are followed pick by pick; the others wait
 
 
@@ -44,7 +47,7 @@ def grow(x: Tensor, held: Tensor, count: int, reducer: Reducer) -> Tensor:
             found = [(pick, float(gains[pick]))]
             _whiten_by_one(x, pick, leverage[:, pick])
         else:
-            found = _update(x, leverage, taken, count, reducer, WORN * largest)
+            found = _update(x, leverage, taken, count, reducer, largest)
             if len(found) < count:
                 _whiten(x, torch.tensor([pick for pick, _ in found]))
         count -= len(found)
@@ -64,15 +67,16 @@ def _gains(leverage: Tensor, reducer: Reducer) -> Tensor:
 
 
 def _update(
-    x: Tensor, leverage: Tensor, taken: Tensor, count: int, reducer: Reducer, worn: float
+    x: Tensor, leverage: Tensor, taken: Tensor, count: int, reducer: Reducer, largest: float
 ) -> list[tuple[int, float]]:
-    """Up to `count` picks with their gains, at least one, until gains are at or below `worn`; `leverage` [g, N]
-    follows.
+    """Up to `count` picks with their gains, at least one, until gains are small against the `largest` leverage;
+    `leverage` [g, N] follows.
 
     Args:
         x: whitened by everything taken before, and not changed here.
     """
     taken, inverse = taken.clone(), torch.eye(x.shape[2], dtype=x.dtype).repeat(len(x), 1, 1)  # P
+    worn, equal = WORN * largest, EQUAL * largest
     found: list[tuple[int, float]] = []
     while len(found) < count and not (found and found[-1][1] <= worn):
         gains = _gains(leverage, reducer).masked_fill_(taken, -torch.inf)
@@ -80,7 +84,8 @@ def _update(
         order = len(gains) - 1 - newest_first[: int((~taken).sum())]
         near, rest = order[:CANDIDATES].sort(descending=True).values, order[CANDIDATES:]
         bar = float(gains[rest[0]]) if len(rest) else -math.inf
-        picks = _among(x[:, near], inverse, leverage[:, near], bar, worn, min(count - len(found), len(near)), reducer)
+        most = min(count - len(found), len(near))
+        picks = _among(x[:, near], inverse, leverage[:, near], bar, worn, equal, most, reducer)
         found += [(int(near[at]), gain) for at, gain in picks]
         chosen = near[[at for at, _ in picks]]
         taken[chosen] = True
@@ -95,7 +100,14 @@ def _update(
 
 
 def _among(
-    here: Tensor, inverse: Tensor, leverage: Tensor, bar: float, worn: float, count: int, reducer: Reducer
+    here: Tensor,
+    inverse: Tensor,
+    leverage: Tensor,
+    bar: float,
+    worn: float,
+    equal: float,
+    count: int,
+    reducer: Reducer,
 ) -> list[tuple[int, float]]:
     """Picks among the candidates `here` [g, n, r], newest first, with their gains: at least one, until one has no
     more than `bar`, which others may have, or at most `worn`. A Cholesky factorisation with pivoting, of
@@ -112,7 +124,7 @@ def _among(
     found: list[tuple[int, float]] = []
     for place in range(count):
         gains = _gains(leverage, reducer).masked_fill_(gone, -torch.inf)
-        at = int(gains.argmax())
+        at = int((gains >= gains.max() - equal).to(torch.int8).argmax())  # the newest of equals
         gain = float(gains[at])
         if found and (gain <= bar or found[-1][1] <= worn):
             break

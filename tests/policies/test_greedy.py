@@ -121,3 +121,13 @@ def test_everything_taken_and_nothing_taken():
     assert bool(grow(x.clone(), held, 4, "mean").isfinite().eq(~held).all())
     still = grow(x.clone(), held, 0, "mean")
     assert still[~held].tolist() == pytest.approx((0.5 * x.square().sum(2).log1p()).mean(0)[~held].tolist())
+
+
+@pytest.mark.parametrize("reducer", ["mean", "max"])
+def test_of_two_equal_tokens_the_newer_is_picked_first(reducer):
+    generator = torch.Generator().manual_seed(3)
+    for half, width in ((10, 3), (10, 16), (60, 16), (60, 40)) * 5:
+        x = torch.randn(4, half, width, generator=generator, dtype=torch.float64).repeat(1, 2, 1)
+        scores = grow(x, torch.zeros(2 * half, dtype=torch.bool), half // 2, reducer)
+
+        assert bool((scores[half:] >= scores[:half]).all())
