@@ -22,7 +22,7 @@ from kvtool.replay.decide import donor_of, run_schedule
 from kvtool.replay.decisions import decision_entries
 from kvtool.replay.decompose import Say, decompose_unit
 from kvtool.replay.events import event_entries, shown_events
-from kvtool.replay.heap import keep_large_blocks_apart, trim
+from kvtool.replay.heap import large_blocks_apart, trim
 from kvtool.replay.landmarks import about
 from kvtool.replay.measured import measured_alike, measured_cells
 from kvtool.replay.metric_columns import refuse_double, row_entries
@@ -63,15 +63,14 @@ def run_unit(
 
 
 def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say, which: Which) -> Part:
-    if sequence.length >= LONG:
-        keep_large_blocks_apart()
     layer = sequence.layer(layer_id, dtype=plan.dtype)
     donor = donor_of(sequence, layer)
     if donor is not layer:
         _refuse_nonsense(donor, sequence.index)
     _refuse_nonsense(layer, sequence.index)
     steps = layer.query_steps[layer.query_steps >= step]
-    decided = decide_cells(sequence, layer, plan, step, donor)
+    with large_blocks_apart(layer.tokens >= LONG):
+        decided = decide_cells(sequence, layer, plan, step, donor)
     own = donor is layer
     layer = layer.with_queries_of(_asked_still(layer, steps, decided, plan))  # no policy reads the past any more
     donor = layer if own else replace(donor)  # of another's cache the geometry is enough
