@@ -172,7 +172,7 @@ def _changes(evict_steps: Tensor, steps: Tensor) -> Tensor:
         return evict_steps.new_zeros(0)
     least, most = int(steps.min()), int(steps.max())
     there = torch.zeros(most - least + 2, dtype=torch.bool)
-    there[(evict_steps.clamp(least, most + 1) - least).flatten()] = True
+    there[(evict_steps.to(torch.int64).clamp(least, most + 1) - least).flatten()] = True
     return there.nonzero()[:, 0] + least
 
 

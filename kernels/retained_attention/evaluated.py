@@ -14,7 +14,7 @@ from .families import Chain
 from .head_span import HeadSpan, Members
 from .own_maximum import by_own_maximum
 from .tile import SMALL_MASS, Sums, Tile, running
-from .vectors import Vectors
+from .vectors import Masses, Vectors
 
 FEW = 512  # pairs of a cell and a row: families over all columns are dearer
 
@@ -50,31 +50,6 @@ def _spread(by_step: Tensor, rows: Tensor | None, group: int) -> Tensor:
     if rows is None:
         return by_step.repeat(*[1] * (by_step.ndim - 1), group)
     return by_step[..., rows % by_step.shape[-1]]
-
-
-@dataclass(frozen=True, eq=False)
-class Masses:
-    """The cells of one chain, before their vectors.
-
-    Attributes:
-        cells: which; leaves: [c, n] evict_step.
-        mass: [c, r] denominator of the retained side, the sink's share included.
-        holds, touched: [c, r] bool: something visible is retained; something visible is evicted.
-        weak, close: [c, r] bool: what is retained underflows; f_V - f_R is too small a difference to be taken.
-    """
-
-    cells: list[int]
-    leaves: Tensor
-    mass: Tensor
-    holds: Tensor
-    touched: Tensor
-    weak: Tensor
-    close: Tensor
-
-    @property
-    def alone(self) -> Tensor | None:
-        """[c, r] bool, something is evicted and nothing retained; None where that never is so."""
-        return None if bool(self.holds.all()) else self.touched & ~self.holds
 
 
 @dataclass(eq=False)

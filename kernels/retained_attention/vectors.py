@@ -1,4 +1,4 @@
-"""Vectors of some cells over the rows of one tile, and the norms that are told of them."""
+"""Masses and vectors of some cells over the rows of one tile, and the norms that are told of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,31 @@ def squared_norm(vectors: Tensor) -> Tensor:
     """[...] float64 of [..., Dv]: beside a sink an output may be so small that its squares leave float32."""
     found: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
     return found.square()
+
+
+@dataclass(frozen=True, eq=False)
+class Masses:
+    """The cells of one chain, before their vectors.
+
+    Attributes:
+        cells: which; leaves: [c, n] evict_step.
+        mass: [c, r] denominator of the retained side, the sink's share included.
+        holds, touched: [c, r] bool: something visible is retained; something visible is evicted.
+        weak, close: [c, r] bool: what is retained underflows; f_V - f_R is too small a difference to be taken.
+    """
+
+    cells: list[int]
+    leaves: Tensor
+    mass: Tensor
+    holds: Tensor
+    touched: Tensor
+    weak: Tensor
+    close: Tensor
+
+    @property
+    def alone(self) -> Tensor | None:
+        """[c, r] bool, something is evicted and nothing retained; None where that never is so."""
+        return None if bool(self.holds.all()) else self.touched & ~self.holds
 
 
 @dataclass(frozen=True, eq=False)

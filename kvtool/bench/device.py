@@ -63,11 +63,11 @@ class Rates:
 
 
 def refuse_without_card() -> None:
-    """Raises KvtoolError `usage` where there is no card that Triton's kernels run on."""
+    """Raises KvtoolError `device` where there is no card that Triton's kernels run on."""
     try:
         find_card("cuda")
     except DeviceError as error:
-        raise KvtoolError("usage", str(error), error.hint) from None
+        raise KvtoolError("device", str(error), "--device cpu measures this machine, and needs none") from None
 
 
 def synchronised() -> float:

@@ -282,6 +282,14 @@ def test_equal_sets_have_equal_numbers_to_the_bit(which: Any) -> None:
     expect_equal(found, reference(case), 1e-4, which)
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_narrow_integers_say_the_same(dtype: torch.dtype) -> None:
+    case = make_case(moving=True)
+    expected = cell_errors(**case)
+    case["evict_steps"] = case["evict_steps"].to(dtype)
+    assert torch.equal(cell_errors(**case).squared_error, expected.squared_error)
+
+
 def test_no_cells_still_measure_the_output() -> None:
     case = make_case()
     case["evict_steps"] = case["evict_steps"][:0]
