@@ -175,7 +175,7 @@ class Evaluated:
         if tile.sink is not None:
             mass += tile.sink
         weak = touched & holds & (mass < self.span.tiny)
-        close = weak | (touched & ((1 - mass / tile.total) < 2 * SMALL_MASS))
+        close = weak | (touched & ((1 - mass / tile.total) < SMALL_MASS))
         return Masses(cells, leaves, mass, holds, touched, weak, close)
 
     def _named(self, one: Masses) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .families import CHUNK_TOKENS, Family
 
 TINY = {torch.float32: 1e-30, torch.float64: 1e-290}  # denominators below lost digits to underflow
-SMALL_MASS = 1e-3  # below it f_V - f_R cancels, and the error is taken from the evicted side
+SMALL_MASS = 1.01e-3  # below 1e-3, which 1 - kept knows to 1e-6, f_V - f_R cancels: errors are taken from both sides
 
 
 def tiny_for(dtype: torch.dtype, least: float) -> float:
