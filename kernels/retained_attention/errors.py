@@ -9,7 +9,7 @@ Vectors stay inside a tile. Rows in which a set underflows are computed again by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,7 @@ def cell_errors(
     which: Which = "all",
     full: Tensor | None = None,
     log_sum_exp: Tensor | None = None,
+    groups: Sequence[int] | None = None,
     block: int | None = None,
 ) -> CellErrors:
     """Error norms of every cell at every step.
@@ -93,6 +94,8 @@ def cell_errors(
         full: [H, R, Dv] f_V where it is known already; it is then not computed again.
         log_sum_exp: [H, R] of the logits of all visible tokens and the sink, where that is known beside `full`:
             `errors` then needs no token that every cell has evicted.
+        groups: [C], such as the policy of each cell. To the last digit the numbers of a cell depend on the other cells
+            of its group only; None is one group, which is fastest, and in which equal sets have equal numbers.
         block: steps in a tile; None chooses.
 
     Raises:
@@ -105,7 +108,9 @@ def cell_errors(
         raise ValueError("evict_steps must be integers")
     found = _blank(inputs, len(evict_steps), projection, gradients)
     for span in _spans(inputs, evict_steps, projection):
-        _measure_span(found, inputs, evict_steps, span, projection, gradients, gradient_rows, which, full, log_sum_exp)
+        _measure_span(
+            found, inputs, evict_steps, span, projection, gradients, gradient_rows, which, full, log_sum_exp, groups
+        )
     return found
 
 
@@ -148,7 +153,8 @@ def _spans(inputs: Inputs, evict_steps: Tensor, projection: Tensor | None) -> It
     steps = inputs.steps
     most = SPAN_STEPS
     if projection is not None:
-        one = max(1, (len(evict_steps) + 1) * projection.shape[2] * inputs.queries.element_size())
+        cells = max(128, 1 << len(evict_steps).bit_length())  # runs of few cells more or less cut their steps alike
+        one = max(1, cells * projection.shape[2] * inputs.queries.element_size())
         most = max(LEAST_ROWS // inputs.group, min(most, SPAN_BYTES // one), 1)
     least = max(1, LEAST_ROWS // inputs.group // 4)
     start, count = 0, int(steps.numel())
@@ -187,6 +193,7 @@ def _measure_span(
     which: Which,
     full: Tensor | None,
     log_sum_exp: Tensor | None,
+    groups: Sequence[int] | None,
 ) -> None:
     """Fill in the steps of one span."""
     columns = Seen.between(inputs, span).columns
@@ -198,16 +205,18 @@ def _measure_span(
         shape = (cells + 1, span.stop - span.start, projection.shape[2])  # the last is f_V itself
         projected = inputs.queries.new_zeros(shape)
     memory = Workspace(len(inputs.rows[columns]), size * inputs.group, width, inputs.queries)
+    group_of = [0] * cells if groups is None else list(groups)
     sparse = which == "errors" and full is not None and log_sum_exp is not None
     for kv_head in range(inputs.kv_heads):
         group = inputs.query_heads_of(kv_head)
         leaves = evict_steps[:, kv_head][:, columns]
-        copies = _copies(leaves, inputs.steps[span])
+        copies = _copies(leaves, inputs.steps[span], group_of)
         leaves, numbers = leaves[list(copies)], list(copies)
+        apart = None if groups is None else [group_of[cell] for cell in copies]
         kept = (leaves > inputs.steps[span].min()).any(0) if sparse else None
         if kept is not None and int(kept.sum()) >= SPARSE * kept.numel():
             kept = None
-        head = HeadSpan(inputs, kv_head, columns, leaves, inputs.steps[span], which, memory, kept, numbers)
+        head = HeadSpan(inputs, kv_head, columns, leaves, inputs.steps[span], which, memory, kept, numbers, apart)
         for part in parts:
             known = None if full is None else full[group, part].reshape(-1, width)
             sums = None if log_sum_exp is None else log_sum_exp[group, part].reshape(-1)
@@ -245,15 +254,16 @@ def _tile_steps(inputs: Inputs, columns: slice | Tensor) -> int:
     return max(1, min(MOST_ROWS, max(LEAST_ROWS, rows)) // inputs.group)
 
 
-def _copies(leaves: Tensor, steps: Tensor) -> dict[int, list[int]]:
-    """Every distinct set of `leaves` [C, n] over the steps, as its first cell -> the other cells with that very set.
+def _copies(leaves: Tensor, steps: Tensor, groups: list[int]) -> dict[int, list[int]]:
+    """Every distinct set of `leaves` [C, n] over the steps, as its first cell -> the other cells of its group with that
+    very set.
 
     What two cells keep alike has the same numbers to the bit, whatever family the sums are made in.
     """
-    found: dict[bytes, int] = {}
+    found: dict[tuple[int, bytes], int] = {}
     copies: dict[int, list[int]] = {}
     for cell, mine in enumerate(leaves.clamp(int(steps.min()), int(steps.max()) + 1).to(torch.int32).numpy()):
-        first = found.setdefault(mine.tobytes(), cell)
+        first = found.setdefault((groups[cell], mine.tobytes()), cell)
         copies.setdefault(first, [])
         if first != cell:
             copies[first].append(cell)

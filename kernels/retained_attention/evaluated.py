@@ -81,10 +81,11 @@ class Evaluated:
 
     @property
     def full(self) -> Tensor:
-        """[r, Dv] f_V: the sum over all levels of the first chain, which are kept for it."""
+        """[r, Dv] f_V: the sum over all levels of the first chain, which are kept for it, or on its own where cells
+        shall not depend on each other."""
         if self.known is None:
             exponentials, values = self.tile.exponentials, self.span.values
-            if self.span.families:
+            if self.span.families and not self.span.grouped:
                 first = self.span.families[0]
                 self._first = first.sums(self.tile, every=True)
                 numerator = self._first[0].numerators.sum(0)

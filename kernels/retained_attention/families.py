@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,21 +83,23 @@ class Family:
         return found
 
 
-def families_of(kept: Tensor, evicted_too: bool) -> list[Family]:
+def families_of(kept: Tensor, evicted_too: bool, groups: Sequence[int] | None = None) -> list[Family]:
     """Cells in order: nested ones make a chain, and a chain joins the family before it where that saves work.
 
     Args:
         kept: [C, n] bool.
         evicted_too: whether tokens that every cell evicts are work as well.
+        groups: [C], cells of different groups are in no family together; None is one group.
     """
     found: list[Family] = []
     joined: _Joined | None = None
-    for chain in _chains(kept.numpy()):
+    mine = [0] * len(kept) if groups is None else list(groups)
+    for chain in _chains(kept.numpy(), mine):
         alone = _Joined.of(chain)
-        both = None if joined is None else joined.with_chain(alone)
-        if joined is not None and both is not None:
-            apart = joined.work(evicted_too) + alone.work(evicted_too)
-            if both.work(evicted_too) <= apart:
+        if joined is not None:
+            alike = mine[joined.chains[0].cells[0]] == mine[chain.cells[0]]
+            both = joined.with_chain(alone) if alike else None
+            if both is not None and both.work(evicted_too) <= joined.work(evicted_too) + alone.work(evicted_too):
                 joined = both
                 continue
             found.append(joined.family())
@@ -104,10 +107,10 @@ def families_of(kept: Tensor, evicted_too: bool) -> list[Family]:
     return found if joined is None else [*found, joined.family()]
 
 
-def _chains(sets: np.ndarray) -> list[Chain]:
+def _chains(sets: np.ndarray, groups: list[int]) -> list[Chain]:
     found: list[Chain] = []
     for cell, kept in enumerate(sets):
-        if found:
+        if found and groups[found[-1].cells[0]] == groups[cell]:
             levels, size = found[-1].levels, int(kept.sum())
             inside = int(levels[kept].min()) if size else len(found[-1].cells)
             outside = int(levels[~kept].max()) if size < len(kept) else 0

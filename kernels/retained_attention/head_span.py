@@ -27,9 +27,11 @@ class HeadSpan:
         memory: what a tile works in; a tile lives until the next one is made.
         kept: [n] bool, the columns that some cell keeps: only these are then read; None is all.
         numbers: what the C cells are called; None is 0..C-1.
+        groups: [C] see `families_of`.
 
     Attributes:
         drops: whether only the columns that some cell keeps are read.
+        grouped: whether groups were given.
     """
 
     def __init__(
@@ -43,12 +45,13 @@ class HeadSpan:
         memory: Workspace,
         kept: Tensor | None = None,
         numbers: list[int] | None = None,
+        groups: list[int] | None = None,
     ) -> None:
         self.inputs, self.kv_head, self.which, self.memory = inputs, kv_head, which, memory
         self.numbers = list(range(len(leaves))) if numbers is None else numbers
         self._everything, self._steps = (columns, leaves), steps
         self._undropped: dict[int, HeadSpan] = {}
-        self.drops = kept is not None
+        self.drops, self.grouped = kept is not None, groups is not None
         self._columns = columns
         if kept is not None:
             chosen = kept.nonzero()[:, 0]
@@ -59,7 +62,7 @@ class HeadSpan:
         stays = leaves > steps.min()  # [C, n]
         moving = stays & (leaves <= steps.max())
         self.families = []
-        for family in families_of(stays, which == "all"):
+        for family in families_of(stays, which == "all", groups):
             cells = [cell for chain in family.chains for cell in chain.cells]
             self.families.append(Members(self, family, leaves, moving[cells].any(0)))
 

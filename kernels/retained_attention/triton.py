@@ -9,6 +9,7 @@ neighbours in the grid and find K and V in the level 2 cache. Nothing is added a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +108,7 @@ def cell_errors(
     which: Which = "all",
     full: Tensor | None = None,
     log_sum_exp: Tensor | None = None,
+    groups: Sequence[int] | None = None,
     block: int | None = None,
 ) -> CellErrors:
     """Error norms of every cell at every step, as `errors.cell_errors` gives them, from tensors on one GPU.
@@ -117,6 +119,7 @@ def cell_errors(
         queries, keys, values: bfloat16, float16 or float32, all alike; the arithmetic is float32. In float32, norms
             of vectors longer than 1e19 overflow.
         full, log_sum_exp: [H, R, Dv], [H, R]; nothing is saved by knowing them, and they are not read.
+        groups: not read; a cell's numbers depend on no other cell.
         block: steps whose results are held at once; None chooses.
         The others as in `errors.cell_errors`, on the same device.
 

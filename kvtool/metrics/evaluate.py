@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ def evaluate_layer(
     mode: Evaluate = "live",
     future_mass: Tensor | None = None,
     which: Which = "all",
+    groups: Sequence[int] | None = None,
     block: int | None = None,
 ) -> list[StepErrors]:
     """Every cell of one layer, in one pass over its queries, keys and values.
@@ -38,6 +40,7 @@ def evaluate_layer(
         mode: `live`, every step sees its live set, new tokens included; `pool`, every step sees the
             candidates of the one event, all of them, and nothing else.
         future_mass: [Hk, T] as in `StepErrors`.
+        groups: [C], cells whose last digits may depend on each other, such as those of one policy; None is all.
         which: `errors` leaves mass, gap and cosine NaN, and the rest costs less; see `cell_errors`.
 
     Gradients belong to what the model saw, so `pool` has no `gradient_dot`.
@@ -55,7 +58,8 @@ def evaluate_layer(
     whole = rows.numel() == layer.tokens
     queries = layer.queries[:, found]
     keys, values = (layer.keys, layer.values) if whole else (layer.keys[:, rows], layer.values[:, rows])
-    places, different = _different(retained)
+    of = [0] * len(retained) if groups is None else list(groups)
+    places, different = _different(retained, of)
     evict_steps = torch.stack([r.evict_step if whole else r.evict_step[:, rows] for r in different])
     gradients, rows_of_steps, drawn = gradients_at(layer, steps) if mode == "live" else (None, None, 0)
     attention: dict[str, Any] = {
@@ -77,6 +81,7 @@ def evaluate_layer(
             gradients=gradients,
             gradient_rows=rows_of_steps,
             which=which,
+            groups=[of[places.index(place)] for place in range(len(different))],
             **attention,
         )
         found_errors = from_norms(norms, steps, future_mass, gradient_rows=rows_of_steps, layer=geometry.layer)
@@ -97,14 +102,14 @@ def evaluate_layer(
     return [found_errors[place] for place in places]
 
 
-def _different(retained: list[RetainedSet]) -> tuple[list[int], list[RetainedSet]]:
-    """The retained sets that differ, and for every cell which of them is its own: a control that keeps everything
-    does so at every budget."""
-    known: dict[bytes, int] = {}
+def _different(retained: list[RetainedSet], groups: list[int]) -> tuple[list[int], list[RetainedSet]]:
+    """The retained sets that differ in a group, and for every cell which of them is its own: a control that keeps
+    everything does so at every budget."""
+    known: dict[tuple[int, bytes], int] = {}
     places: list[int] = []
     different: list[RetainedSet] = []
-    for one in retained:
-        decided = one.evict_step.contiguous().numpy().tobytes()
+    for one, group in zip(retained, groups, strict=True):
+        decided = group, one.evict_step.contiguous().numpy().tobytes()
         if decided not in known:
             known[decided] = len(different)
             different.append(one)

@@ -74,6 +74,7 @@ def evaluate_cells(
     mode: Evaluate = "live",
     future_mass: Tensor | None = None,
     which: Which = "all",
+    groups: Sequence[int] | None = None,
     block: int | None = None,
 ) -> list[StepErrors]:
     """`evaluate_layer` where cells may differ in how their cache counts positions.
@@ -91,14 +92,19 @@ def evaluate_cells(
     if len(positions) != len(retained) or set(positions) - {"original", "cache"}:
         raise ValueError(f"positions {list(positions)} of {len(retained)} cells")
     if not moved:
-        return evaluate_layer(layer, retained, steps, mode=mode, future_mass=future_mass, which=which, block=block)
+        return evaluate_layer(
+            layer, retained, steps, mode=mode, future_mass=future_mass, which=which, groups=groups, block=block
+        )
     if mode == "pool":
         raise KvtoolError("usage", "--evaluate pool freezes a cache at its event, and positions=cache counts on")
     found: dict[int, StepErrors] = {}
     plain = [index for index in range(len(retained)) if index not in moved]
     if plain:
         kept = [retained[index] for index in plain]
-        measured = evaluate_layer(layer, kept, steps, mode=mode, future_mass=future_mass, which=which, block=block)
+        mine = None if groups is None else [groups[index] for index in plain]
+        measured = evaluate_layer(
+            layer, kept, steps, mode=mode, future_mass=future_mass, which=which, groups=mine, block=block
+        )
         found |= dict(zip(plain, measured, strict=True))
     gradients, rows_of_steps, drawn = gradients_at(layer, steps)
     for index in moved:

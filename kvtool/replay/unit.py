@@ -77,7 +77,10 @@ def _run_unit(sequence: Sequence, layer_id: int, plan: Plan, step: int, say: Say
     if layer.tokens >= LONG:
         trim()
     positions = [cell.policy.positions for cell in plan.cells]
-    errors = evaluate_cells(layer, decided, steps, positions, mode=plan.evaluate, which=which)
+    labels = [label for label, _ in plan.policies]
+    # What a policy's numbers are to the last digit, no other policy of the run may decide: runs are compared by bits.
+    groups = [labels.index(cell.label) for cell in plan.cells] if which == "all" else None
+    errors = evaluate_cells(layer, decided, steps, positions, mode=plan.evaluate, which=which, groups=groups)
     starts = {schedule: evaluated_from(schedule, sequence) for schedule in plan.schedules}
     once = {starts[schedule] for schedule in plan.schedules if not schedule.repeats}  # only one event has a regret
     masses = {start: _future_mass(layer, steps[steps >= start]) for start in once if which == "all"}

@@ -332,6 +332,26 @@ def test_a_family_cuts_the_tokens_and_loses_none() -> None:
             assert covered == list(range(tokens))
 
 
+def test_no_other_group_decides_a_digit() -> None:
+    case = make_case(cells=11, nested=True, dtype=torch.float32)
+    groups = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
+    case["evict_steps"][5] = case["evict_steps"][1]
+    together = cell_errors(**case, groups=groups)
+    for group in range(3):
+        mine = [cell for cell, of in enumerate(groups) if of == group]
+        alone = cell_errors(**{**case, "evict_steps": case["evict_steps"][mine]}, groups=[group] * len(mine))
+        for name in ("squared_error", "mass", "gap", "cosine", "layer_squared_error", "gradient_dot"):
+            found, expected = getattr(together, name)[mine], getattr(alone, name)
+            assert torch.equal(found.nan_to_num(-1.0), expected.nan_to_num(-1.0)), name
+
+
+def test_cells_too_unlike_for_a_family_are_all_there() -> None:
+    g = torch.Generator().manual_seed(1)
+    kept = torch.rand(40, 70_000, generator=g) < 0.5  # far more atoms than a family may have
+    found = families_of(kept, True)
+    assert sorted(cell for family in found for chain in family.chains for cell in chain.cells) == list(range(40))
+
+
 def test_nested_sets_make_one_chain_and_two_rankings_one_family() -> None:
     order, other = torch.randperm(4000), torch.randperm(4000)
     cuts = (2000, 1200, 800, 400, 200)
