@@ -181,9 +181,10 @@ def test_gradients_order_by_predicted_kl_and_layers_add_up() -> None:
     moved = 5 * (np.array(shares["jacap:tau=1.0"]) - np.array(shares["jacap"]))
     entry = next(e for e in result.entries("effects") if e["level"] == "tau=1")
     assert (entry["metric"], entry["paired_over"], entry["pairs"]) == ("predicted_kl", "layers", 5)
-    assert entry["effect"] == pytest.approx(moved.mean(), rel=1e-6)
+    # a difference of two errors, each known to 1e-6
+    assert entry["effect"] == pytest.approx(moved.mean(), rel=1e-4)
     half = 2.7764451051977987 * moved.std(ddof=1) / np.sqrt(5)
-    assert (entry["low"], entry["high"]) == pytest.approx((moved.mean() - half, moved.mean() + half), rel=1e-6)
+    assert (entry["low"], entry["high"]) == pytest.approx((moved.mean() - half, moved.mean() + half), rel=1e-4)
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(None, 1), (2, 2)])

@@ -95,13 +95,13 @@ def test_an_edited_policy(suite: Suite, tmp_path: Path, change: dict[str, Any]) 
     assert run(["check", str(path)]) == 1
 
 
-def noisy(metric: type, layers: tuple[int, ...], size: float) -> Callable[..., dict[str, Tensor]]:
-    partial = metric.partial
+def noisy(metric: type, layers: tuple[int, ...], size: float) -> Callable[..., list[dict[str, Tensor]]]:
+    partials = metric.partials
 
-    def measure(self: Any, errors: Any, geometry: Any, retained: Any) -> dict[str, Tensor]:
-        found = partial(self, errors, geometry, retained)
+    def measure(self: Any, errors: Any, geometry: Any, retained: Any) -> list[dict[str, Tensor]]:
+        cells = partials(self, errors, geometry, retained)
         name = metric.name
-        return {**found, name: found[name] * (1 + size)} if geometry.layer in layers else found
+        return [{**cell, name: cell[name] * (1 + size)} for cell in cells] if geometry.layer in layers else cells
 
     return measure
 
@@ -113,7 +113,7 @@ def test_noise_within_tolerance_passes_and_is_called_numerics(
     path = suite()
     check(path, update=True)
     for metric in (OutputError, LayerError):
-        monkeypatch.setattr(metric, "partial", noisy(metric, layers, 1e-9))
+        monkeypatch.setattr(metric, "partials", noisy(metric, layers, 1e-9))
     assert run(["check", str(path)]) == 0
     assert "kind of the change: numerics" in capfd.readouterr().out
     found = check(path, strict=True)
@@ -126,7 +126,7 @@ def test_noise_beyond_tolerance_fails_and_is_still_called_numerics(
 ) -> None:
     path = suite()
     check(path, update=True)
-    monkeypatch.setattr(OutputError, "partial", noisy(OutputError, (3,), 1e-3))
+    monkeypatch.setattr(OutputError, "partials", noisy(OutputError, (3,), 1e-3))
     found = check(path)
     assert (found.ok, found.kind, row(found, KNORM).outcome) == (False, "numerics", "worse")
 

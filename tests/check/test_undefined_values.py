@@ -22,17 +22,17 @@ JOBS = JOB.replace('"mean_output_error"]', '"mean_output_error", "evicted_mass",
 
 def lost(monkeypatch: pytest.MonkeyPatch, metric: type, column: str, layers: tuple[int, ...], value: float) -> None:
     """From here on `column` is `value` in these layers, in the first head where it has heads."""
-    partial = vars(metric).get("_whole", metric.partial)  # type: ignore[attr-defined]
-    monkeypatch.setattr(metric, "_whole", partial, raising=False)
+    partials = vars(metric).get("_whole", metric.partials)  # type: ignore[attr-defined]
+    monkeypatch.setattr(metric, "_whole", partials, raising=False)
 
-    def measure(self: Any, errors: Any, geometry: Any, retained: Any) -> dict[str, Tensor]:
-        found = dict(partial(self, errors, geometry, retained))
-        if geometry.layer in layers:
+    def measure(self: Any, errors: Any, geometry: Any, retained: Any) -> list[dict[str, Tensor]]:
+        cells = [dict(cell) for cell in partials(self, errors, geometry, retained)]
+        for found in cells if geometry.layer in layers else []:
             found[column] = found[column].to(torch.float64).clone()
             (found[column] if found[column].ndim == 0 else found[column][:1]).fill_(value)
-        return found
+        return cells
 
-    monkeypatch.setattr(metric, "partial", measure)
+    monkeypatch.setattr(metric, "partials", measure)
 
 
 def values(found: Check) -> dict[str, tuple[str, Any, Any]]:

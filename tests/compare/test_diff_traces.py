@@ -375,9 +375,15 @@ def test_only_one_head_is_held_at_a_time(plain: Trace, tmp_path: Path, monkeypat
 
     whole, read = Sequence.array, []
 
-    def array(self: Sequence, name: str, layer: int | None = None, head: int | None = None) -> torch.Tensor:
+    def array(
+        self: Sequence,
+        name: str,
+        layer: int | None = None,
+        head: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         read.append((name, head))
-        return whole(self, name, layer, head)
+        return whole(self, name, layer, head, dtype)
 
     monkeypatch.setattr(Sequence, "array", array)
     diff_traces(plain, b)

@@ -10,7 +10,7 @@ from traces import write
 
 from kvtool.errors import KvtoolError
 from kvtool.replay import replay
-from kvtool.replay.unit import _stored
+from kvtool.replay.counts import stored
 from kvtool.report.ages_summary import age_lines
 from kvtool.report.summary import sections, verdicts
 from kvtool.result import Result
@@ -50,7 +50,7 @@ def test_what_else_is_compared_changes_no_number(trace: Path) -> None:
 
 
 def test_counts_are_exact() -> None:
-    assert int(_stored({"evicted": 2**24 + 1})["evicted"]) == 2**24 + 1
+    assert int(stored({"evicted": 2**24 + 1})["evicted"]) == 2**24 + 1
 
 
 def test_events_of_a_shared_cache_are_the_donors(trace: Path) -> None:
