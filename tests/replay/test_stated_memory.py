@@ -42,8 +42,8 @@ def test_layers_are_let_go_one_after_another(tmp_path: Path) -> None:
     done = subprocess.run([*script, "replay", str(path), "snapkv"], check=True, capture_output=True, text=True)
     peaks = [float(line.split()[-2]) for line in done.stdout.splitlines() if line.endswith("GB")]
     assert len(peaks) == 12
-    # A layer's arrays in float32 are 26 MB: kept, they would be 208 MB after eight more layers. The first few find their
-    # place in the heap.
+    # A layer's arrays in float32 are 26 MB: kept, they would be 208 MB after eight more layers. The first few layers
+    # find their place in the heap.
     assert peaks[-1] - peaks[3] < 0.08
 
 
