@@ -232,7 +232,7 @@ class Evaluated:
         """[c, r] bool: whether something visible is retained, and whether something visible is evicted."""
         holds, touched = self._among_columns(members, chain, leaves)
         if self.span.drops:
-            touched = touched | self._by_row(self.span.sees_dropped(self.part))
+            touched = touched | self._sees_dropped
         return holds, touched
 
     def _by_row(self, by_step: Tensor) -> Tensor:
@@ -260,6 +260,11 @@ class Evaluated:
             holds | self._by_row((seen & ~gone).any(1)),
             touched | self._by_row((seen & gone).any(1)),
         )
+
+    @cached_property
+    def _sees_dropped(self) -> Tensor:
+        """[r] bool."""
+        return self._by_row(self.span.sees_dropped(self.part))
 
     @cached_property
     def _everywhere(self) -> np.ndarray:

@@ -86,14 +86,19 @@ class HeadSpan:
         places = order + columns.start if isinstance(columns, slice) else columns[order]
         return self.inputs.values[self.kv_head][places]
 
+    @cached_property
+    def _ascending(self) -> tuple[Tensor, Tensor]:
+        """Rows of the columns that are read, and of all columns, ascending."""
+        return self.rows.sort().values, self.inputs.rows[self._everything[0]].sort().values
+
     def sees_dropped(self, part: slice) -> Tensor:
         """[b] bool, steps that would see a key that is not read."""
         steps, first = self.inputs.steps[part], self.inputs.first_visible[part]
-        read, every = self.rows.sort().values, self.inputs.rows[self._everything[0]].sort().values
 
         def seen(rows: Tensor) -> Tensor:
             return torch.searchsorted(rows, steps, right=True) - torch.searchsorted(rows, first)
 
+        read, every = self._ascending
         return seen(every) > seen(read)
 
     def both_sides(self, part: slice, rows: Tensor, cell: int) -> Rows:
