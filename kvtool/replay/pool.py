@@ -168,7 +168,8 @@ class Pool:
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(its.fileno()), path, self._scratch],
+                # -u: what is printed is there at once, since a worker may be killed
+                [sys.executable, "-u", "-c", _START, str(its.fileno()), path, self._scratch],
                 stdin=subprocess.DEVNULL,
                 stdout=_stderr(),  # what a policy prints is no answer
                 stderr=_stderr(),
