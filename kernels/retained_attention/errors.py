@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .evaluated import evaluated
 from .head_span import HeadSpan, Which
-from .inputs import Inputs, Seen
+from .inputs import Inputs, Seen, expect_evict_steps
 from .tile import Workspace
 from .vectors import Vectors, squared_norm
 
@@ -102,10 +102,7 @@ def cell_errors(
         ValueError: shapes or dtypes that do not fit.
     """
     inputs = Inputs.checked(queries, keys, values, steps, rows, first_visible, scale, softcap, sink_logits, block)
-    if evict_steps.ndim != 3 or tuple(evict_steps.shape[1:]) != tuple(keys.shape[:2]):
-        raise ValueError(f"evict_steps {list(evict_steps.shape)} is not [C, Hk, N] of keys {list(keys.shape)}")
-    if evict_steps.is_floating_point():
-        raise ValueError("evict_steps must be integers")
+    expect_evict_steps(evict_steps, keys)
     found = _blank(inputs, len(evict_steps), projection, gradients)
     for span in _spans(inputs, evict_steps, projection):
         _measure_span(

@@ -13,6 +13,14 @@ QUERY_ROWS = 256  # queries of one KV head in a block: enough for a fast product
 RESULT_NUMBERS = 1 << 24  # outputs of all cells of a block: 64 MiB in float32
 
 
+def expect_evict_steps(evict_steps: Tensor, keys: Tensor) -> None:
+    """Raises ValueError unless `evict_steps` are integers [C, Hk, N] of keys [Hk, N, D]."""
+    if evict_steps.ndim != 3 or tuple(evict_steps.shape[1:]) != tuple(keys.shape[:2]):
+        raise ValueError(f"evict_steps {list(evict_steps.shape)} is not [C, Hk, N] of keys {list(keys.shape)}")
+    if evict_steps.is_floating_point():
+        raise ValueError("evict_steps must be integers")
+
+
 @dataclass(frozen=True, eq=False)
 class Seen:
     """Which keys a block of steps sees: columns invisible to all of them are left out."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .inputs import Inputs, Seen
+from .inputs import Inputs, Seen, expect_evict_steps
 from .softmax import SetOutput, over_set
 
 
@@ -115,10 +115,7 @@ def retained_attention(
         ValueError: shapes or dtypes that do not fit, at the call and not at the first block.
     """
     inputs = Inputs.checked(queries, keys, values, steps, rows, first_visible, scale, softcap, sink_logits, block)
-    if evict_steps.ndim != 3 or tuple(evict_steps.shape[1:]) != tuple(keys.shape[:2]):
-        raise ValueError(f"evict_steps {list(evict_steps.shape)} is not [C, Hk, N] of keys {list(keys.shape)}")
-    if evict_steps.is_floating_point():
-        raise ValueError("evict_steps must be integers")
+    expect_evict_steps(evict_steps, keys)
     return _blocks(inputs, evict_steps)
 
 
